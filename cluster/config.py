@@ -38,7 +38,7 @@ class ModelConfig(Section, frozen=True):
     """The policy's weights and tokenizer: a folder in Hugging Face layout, or how to make it."""
 
     path: str = ""  # existing folder
-    maker: str = ""  # or "module:function" called with (folder, **params); result is cached
+    maker: str = ""  # or a key of deploy/models.py: how to make it; the result is cached
     params: dict[str, Any] = {}
     template: str = ""  # chat template override (jinja text); default: the model's own
     warm_start: bool = False  # supervised start on the task set's scripted play, cached
@@ -72,6 +72,12 @@ class HarnessConfig(Section, frozen=True):
     stop: tuple[str, ...] = ()  # extra stop tokens by text; the end-of-turn token is always one
 
 
+class RewardConfig(Section, frozen=True):
+    """The outcome of an episode: the weighted sum of its environment's named components."""
+
+    weights: dict[str, float] = msgspec.field(default_factory=lambda: {"success": 1.0})
+
+
 class GeneratorConfig(Section, frozen=True):
     """vLLM engines."""
 
@@ -84,6 +90,7 @@ class GeneratorConfig(Section, frozen=True):
     temperature: float = 1.0
     kv_on_sync: Literal["keep", "recompute"] = "keep"  # KV of requests in flight across a sync
     enforce_eager: bool = True
+    seeded: bool = False  # give every request its own derived sampling seed
     request_timeout_s: float = 120.0
     max_retries: int = 3
     start_timeout_s: float = 300.0
@@ -178,6 +185,7 @@ class Config(Section, frozen=True):
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
     harness: HarnessConfig = HarnessConfig()
+    reward: RewardConfig = RewardConfig()
     generator: GeneratorConfig = GeneratorConfig()
     credit: CreditConfig = CreditConfig()
     objective: ObjectiveConfig = ObjectiveConfig()

@@ -36,10 +36,11 @@ from cluster.messages import (
     Pull,
     Table,
 )
+from cluster.metrics import union
 from cluster.ports import Queue
 from cluster.staleness import allowance
 from cluster.types import Order, Purpose, Task, Weights
-from cluster.waits import IdleClock, busy_union
+from cluster.waits import IdleClock
 
 PULL_WAIT_S = 1.0
 HEALTH_EVERY_S = 1.0
@@ -248,6 +249,7 @@ class Controller:
         """Start or stop admitting training groups (evaluation phases close it)."""
         self.admission_open = is_open
         await self.queue.put("admission", b"open" if is_open else b"closed")
+        self.trace("admission_open" if is_open else "admission_closed", {"version": self.version})
         await self._notify()
 
     def room(self) -> int:
@@ -430,7 +432,7 @@ class Controller:
         """The feeder's step record goes in; generator-side facts of the step come out."""
         self._mark_idle()
         self._last_step = record
-        busy = busy_union([i for s in self.slots.values() for i in s.busy])
+        busy = union([i for s in self.slots.values() for i in s.busy])
         for slot in self.slots.values():
             slot.busy.clear()
         return {

@@ -72,6 +72,11 @@ class EvalBook:
             suite.ended = now
             suite.done.set()
 
+    def episodes(self, suite: str) -> list[EvalEpisode]:
+        """Results of a suite so far, in order of task."""
+        found = self._suites[suite].episodes
+        return [found[group] for group in sorted(found)]
+
     def progress(self) -> dict[str, tuple[int, int]]:
         """Unfinished suites: (done, total)."""
         return {

@@ -41,11 +41,12 @@ METRICS: dict[str, Metric] = {
     metric.name: metric
     for metric in (
         # Throughput
-        Metric("goodput_tok_s", "tok/s", "gauge", (), "tokens that entered an applied step, per second, all ranks"),
+        Metric("goodput_tok_s", "tok/s", "gauge", (), "tokens of applied steps per second, all ranks"),
         Metric("goodput_fraction", "1", "gauge", (), "tokens trained / tokens sampled, since the start"),
         Metric("sampled_tok_s", "tok/s", "gauge", (), "tokens sampled per second, all generators"),
+        Metric("row_tok_s", "tok/s", "gauge", (), "tokens of trained rows per second, prompts included"),
         Metric("trained_tokens", "tok", "counter", (), "tokens that entered an applied step"),
-        Metric("step_s", "s", "histogram", (), "optimizer step: batch handed over until update applied", _SECONDS),
+        Metric("step_s", "s", "histogram", (), "optimizer step, from batch to update", _SECONDS),
         Metric("overlap_fraction", "1", "gauge", (), "share of learner busy time with a generator busy too"),
         # Ledger
         Metric("ledger", "trajectories", "gauge", ("state", "reason"), "trajectories by ledger state"),
@@ -53,6 +54,7 @@ METRICS: dict[str, Metric] = {
         Metric("lag_mean", "versions", "gauge", (), "mean lag of the groups in the batch"),
         Metric("lag_max", "versions", "gauge", (), "largest lag in the batch; never above run.max_lag"),
         Metric("lag_hist", "groups", "counter", ("lag",), "groups trained, by lag"),
+        Metric("mixed_versions", "trajectories", "counter", (), "trained trajectories of several versions"),
         Metric("version", "versions", "gauge", (), "optimizer steps applied to the policy"),
         # Waits and the queue
         Metric("wait_rwt_s", "s", "counter", ("cause",), "time generators waited"),
@@ -63,8 +65,8 @@ METRICS: dict[str, Metric] = {
         Metric("ready_depth", "groups", "gauge", (), "groups ready and unclaimed"),
         Metric("running_groups", "groups", "gauge", (), "groups rolling out"),
         # Generators
-        Metric("kv_hit", "1", "gauge", ("kind",), "share of prompt tokens found in the prefix cache"),
-        Metric("weights_load_s", "s", "histogram", ("generator",), "loading new weights into an engine", _SECONDS),
+        Metric("kv_hit", "1", "gauge", ("kind",), "share of prompt tokens found in prefix cache"),
+        Metric("weights_load_s", "s", "histogram", ("generator",), "loading weights into engine", _SECONDS),
         # Ranks
         Metric("ranks", "ranks", "gauge", ("role",), "ranks by role"),
         Metric("restarts", "1", "counter", ("role",), "actors started again after a failure"),
@@ -86,8 +88,10 @@ METRICS: dict[str, Metric] = {
         Metric("kl", "nat", "gauge", (), "divergence from the reference"),
         Metric("lr", "1", "gauge", (), "learning rate"),
         Metric("skipped", "steps", "counter", (), "updates skipped: nothing to train, or not finite"),
-        Metric("mismatch_kl", "nat", "gauge", (), "learner against generator log-probs, k3, at equal version"),
+        Metric("mismatch_kl", "nat", "gauge", (), "learner against generator, k3, at equal version"),
         Metric("mismatch_max_log_ratio", "nat", "gauge", (), "largest |log ratio| of the same tokens"),
+        Metric("lag0_max_log_ratio", "nat", "gauge", (), "the same, of tokens sampled at lag 0"),
+        Metric("lag0_tokens", "tok", "counter", (), "tokens trained whose whole context is at lag 0"),
         Metric("signal_effect_size", "1", "gauge", ("name",), "how much a signal moved the advantages"),
         Metric("eval_success", "1", "gauge", ("suite",), "share of evaluation tasks solved"),
         # Environments

@@ -117,11 +117,11 @@ class Queue(Protocol):
 class Generator(Protocol):
     """What an env worker needs from a generator. Token ids in, token ids out."""
 
-    async def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests. A malformed one is answered by ``collect`` with its error."""
+    async def submit(self, caller: str, requests: Sequence[Request]) -> None:
+        """Queue requests of a caller. A malformed one is answered by ``collect`` with its error."""
 
-    async def collect(self, session: str, wait_s: float) -> list[Completion]:
-        """Completions for a caller since its last collect; waits at most ``wait_s``."""
+    async def collect(self, caller: str, wait_s: float) -> list[Completion]:
+        """Completions for a caller since its last collect; waits at most ``wait_s`` for the first."""
 
 
 class WeightSink(Protocol):

@@ -1,0 +1,223 @@
+"""Ray shells of the generator and the env worker, and the generator's port as others see it.
+
+Records travel as msgpack bytes, many per call. A shell turns calls into method calls; it decides
+nothing. ``run`` lasts as long as the component; when it cannot go on, the process exits and
+its supervisor starts another.
+"""
+
+import asyncio
+import os
+import sys
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from actors.engine import Engine
+from actors.reward import Reward
+from actors.router import Router
+from actors.tokenizer import Tokenizer
+from actors.worker import Worker
+from cluster import codec
+from cluster.config import Config, build
+from cluster.errors import EngineFailed
+from cluster.messages import EvalEpisode, GeneratorHealth, Grant, Pull
+from cluster.stream import RedisQueue
+from cluster.types import Completion, Request, Weights
+from envs.pool import EnvPool
+from envs.registry import builder
+
+CALL_DEADLINE_S = 60.0
+
+
+async def patiently(call: Callable[[], Awaitable[Any]], deadline_s: float) -> Any:
+    """Call an actor whose process may be restarting, again and again until the deadline.
+
+    Raises TimeoutError after ``deadline_s``; errors that the actor itself raised pass at once.
+    """
+    async with asyncio.timeout(deadline_s):
+        while True:
+            try:
+                return await call()
+            except RayActorError:
+                await asyncio.sleep(0.3)
+
+
+class GeneratorActor:
+    """One vLLM engine. Until it has started, and after it died, requests are refused as retryable."""
+
+    def __init__(self, tree: dict[str, Any], model: str, name: str, index: int) -> None:
+        self.config: Config = build(tree)
+        self.name = name
+        self._starting = asyncio.Lock()
+        self.engine = Engine(
+            model,
+            self.config.generator,
+            max_model_len=self.config.harness.max_context,
+            name=name,
+            seed=self.config.run.seed * 1000 + index,
+        )
+
+    async def run(self) -> None:
+        """Start the engine, then stay until it dies; a dead engine ends the process."""
+        async with self._starting:
+            if not self.engine.healthy:
+                await self.engine.start()
+        reason = await self.engine.run_until_dead()
+        sys.stderr.write(f"{self.name}: {reason}\n")
+        os._exit(1)
+
+    async def submit(self, caller: str, raw: bytes) -> None:
+        """Queue requests; answers wait for ``collect``."""
+        if not self.engine.healthy:
+            raise EngineFailed(f"{self.name} is not ready")
+        await self.engine.submit(caller, codec.decode(raw, list[Request]))
+
+    async def collect(self, caller: str, wait_s: float) -> bytes:
+        """Completions since the caller's last collect."""
+        if not self.engine.healthy:
+            raise EngineFailed(f"{self.name} is not ready")
+        return codec.encode(await self.engine.collect(caller, wait_s))
+
+    async def load_weights(self, raw: bytes, epoch: int) -> int:
+        """See ``Engine.load_weights``."""
+        return await self.engine.load_weights(codec.decode(raw, Weights), epoch)
+
+    async def health(self) -> bytes:
+        """An encoded ``GeneratorHealth``."""
+        return codec.encode(self.engine.stats())
+
+    async def checksums(self) -> dict[str, str]:
+        """Checksums of the live weights."""
+        return await self.engine.checksums()
+
+    async def restart(self, reason: str) -> None:
+        """End this process; the supervisor starts another."""
+        asyncio.get_running_loop().call_later(0.05, os._exit, 1)
+
+    async def close(self) -> None:
+        """Shut the engine down in good order."""
+        await self.engine.close()
+
+    def pid(self) -> int:
+        """Process id (for fault injection)."""
+        return os.getpid()
+
+
+class RemoteGenerator:
+    """A generator actor's handle as ``ports.Generator`` and ``controller.GeneratorPort``."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    async def submit(self, caller: str, requests: Sequence[Request]) -> None:
+        """See ``ports.Generator``."""
+        await self._handle.submit.remote(caller, codec.encode(list(requests)))
+
+    async def collect(self, caller: str, wait_s: float) -> list[Completion]:
+        """See ``ports.Generator``."""
+        return codec.decode(await self._handle.collect.remote(caller, wait_s), list[Completion])
+
+    async def health(self) -> GeneratorHealth:
+        """See ``controller.GeneratorPort``."""
+        return codec.decode(await self._handle.health.remote(), GeneratorHealth)
+
+    async def load_weights(self, weights: Weights, epoch: int) -> int:
+        """See ``ports.WeightSink``."""
+        version: int = await asyncio.wait_for(
+            self._handle.load_weights.remote(codec.encode(weights), epoch), CALL_DEADLINE_S
+        )
+        return version
+
+    async def restart(self, reason: str) -> None:
+        """See ``controller.GeneratorPort``."""
+        await self._handle.restart.remote(reason)
+
+
+class EnvWorkerActor:
+    """One env worker: many trajectories at once, each in its own sandboxed process."""
+
+    def __init__(
+        self,
+        tree: dict[str, Any],
+        model: str,
+        name: str,
+        url: str,
+        run_id: str,
+        log_folder: str,
+        controller: Any,
+        generators: dict[str, Any],
+    ) -> None:
+        self.config: Config = build(tree)
+        self.model = model
+        self.name = name
+        self.url = url
+        self.run_id = run_id
+        self.log_folder = Path(log_folder)
+        self.controller = controller
+        self.generators = generators
+        self.worker: Worker | None = None
+
+    async def run(self) -> None:
+        """Work until ``stop``."""
+        config = self.config
+        pool = EnvPool(builder(config.env.name, config.env.params), config.env, config.env.slots)
+        queue = RedisQueue(self.url, prefix=config.queue.prefix, run=self.run_id)
+        caller = f"{self.name}-{uuid.uuid4().hex[:8]}"
+        router = Router(caller, config.generator, lambda name: RemoteGenerator(self.generators[name]))
+        try:
+            await pool.start()
+            self.worker = Worker(
+                self.name,
+                config,
+                queue,
+                router,
+                pool,
+                Tokenizer(self.model, config.model.template),
+                _ControllerPort(self.controller),
+                folder=self.log_folder,
+                reward=Reward(config.reward.weights),
+                seeded=config.generator.seeded,
+            )
+            await self.worker.run()
+        finally:
+            await router.aclose()
+            await pool.close()
+            await queue.aclose()
+
+    async def stop(self) -> None:
+        """End ``run`` in good order."""
+        if self.worker is not None:
+            self.worker.stop()
+
+    def pid(self) -> int:
+        """Process id (for fault injection)."""
+        return os.getpid()
+
+
+class _ControllerPort:
+    """The controller's handle as ``actors.worker.Controller``; outlives its restarts."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    async def pull(self, pull: Pull) -> Grant:
+        """See ``Controller.pull``."""
+        raw = await patiently(lambda: self._handle.pull.remote(codec.encode(pull)), CALL_DEADLINE_S)
+        return codec.decode(raw, Grant)
+
+    async def report_eval(self, episodes: list[EvalEpisode]) -> None:
+        """See ``Controller.report_eval``."""
+        raw = codec.encode(episodes)
+        await patiently(lambda: self._handle.report_eval.remote(raw), CALL_DEADLINE_S)
+
+    async def closed(self, groups: list[str]) -> None:
+        """See ``Controller.closed``."""
+        await patiently(lambda: self._handle.closed.remote(groups), CALL_DEADLINE_S)
+
+
+RemoteGeneratorActor = ray.remote(GeneratorActor)
+RemoteEnvWorker = ray.remote(EnvWorkerActor)

@@ -1,0 +1,528 @@
+"""The readiness queue in Redis or Valkey: durable facts, moved only by atomic Lua scripts.
+
+One hash per trajectory, one per group, a stream that carries ids only, counters moved by the same
+script that moves the state (``cluster/lua/common.lua`` lists every key). Every order is idempotent,
+so a lost reply is answered by sending the order again. With ``appendfsync everysec`` a killed server
+may forget its last moments: each writer keeps its acknowledged orders of the last ``replay_s``
+seconds and sends them again when it meets another incarnation (run id) of the server, before
+anything else.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from hashlib import sha1
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    NoScriptError,
+    ResponseError,
+)
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from cluster import assemble, codec
+from cluster.errors import StreamFailed
+from cluster.types import End, Group, Ledger, Order, Segment, StepRecord
+
+T = TypeVar("T")
+Command = tuple[Any, ...]
+
+log = logging.getLogger(__name__)
+
+CONSUMERS = "feeders"
+BLOCK_S = 1.0  # one XREADGROUP waits at most this long, far below the socket timeout
+SOCKET_TIMEOUT_S = 15.0
+CHUNK_RECORDS = 256  # records in one append call, so that no script holds the server for long
+CHUNK_BYTES = 4 << 20
+SETTLE_S = 10.0  # after a restart, how long an order may wait for another writer's replay
+_TRANSIENT = ("BUSY", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "READONLY", "NOGROUP", "UNBLOCKED")
+
+
+def _load_scripts() -> dict[str, tuple[str, str]]:
+    """Name -> (sha1, text) of every script, each with ``common.lua`` before it."""
+    folder = Path(__file__).parent / "lua"
+    common = (folder / "common.lua").read_text()
+    texts = {p.stem: f"{common}\n{p.read_text()}" for p in folder.glob("*.lua") if p.stem != "common"}
+    return {n: (sha1(t.encode(), usedforsecurity=False).hexdigest(), t) for n, t in texts.items()}
+
+
+SCRIPTS = _load_scripts()
+
+
+def without_password(url: str) -> str:
+    """``redis://:secret@host:1/0`` -> ``redis://host:1/0``: what may be shown."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+class _Link:
+    """A connection that outlives the server: retries with a deadline, replays after a restart."""
+
+    def __init__(self, url: str, base: str, replay_s: float, deadline_s: float, first_s: float) -> None:
+        self.shown = without_password(url)
+        self._base = base
+        self._replay_s, self._deadline_s, self._first_s = replay_s, deadline_s, first_s
+        self._run_id = ""
+        self._meeting = asyncio.Lock()  # one connection replays while the others wait
+        self._restarted = float("-inf")
+        self._ring: deque[tuple[float, Command]] = deque()  # acknowledged orders
+        self._unsettled: list[Command] = []  # replayed orders that wait for another writer's replay
+        if url.startswith("valkey"):
+            url = "redis" + url.removeprefix("valkey")
+        try:
+            self.client: Any = Redis.from_url(
+                url,
+                protocol=2,
+                retry=Retry(NoBackoff(), 0),  # ``call`` retries, within a deadline
+                socket_connect_timeout=2.0,
+                socket_timeout=SOCKET_TIMEOUT_S,
+                redis_connect_func=self._on_connect,
+            )
+        except ValueError as error:
+            raise StreamFailed(f"queue URL {self.shown!r} is not valid: {error}") from error
+
+    async def _on_connect(self, connection: Any) -> None:
+        """Runs on every new connection, before its first command."""
+        try:
+            await connection.on_connect()
+            async with self._meeting:
+                await connection.send_command("INFO", "server")
+                info: bytes = await connection.read_response()
+                run_id = info.partition(b"run_id:")[2].split(b"\r\n")[0].decode()
+                if run_id != self._run_id:
+                    await self._meet(connection)
+                    self._run_id = run_id
+        except BaseException:  # a cancelled handshake must not leave an unread reply behind
+            await connection.disconnect(nowait=True)
+            raise
+
+    async def _meet(self, connection: Any) -> None:
+        """First contact with this incarnation of the server: scripts, consumer group, replay."""
+        for _, text in SCRIPTS.values():
+            await connection.send_command("SCRIPT", "LOAD", text)
+            await connection.read_response()
+        await connection.send_command("XGROUP", "CREATE", self._base + "ready", CONSUMERS, "0", "MKSTREAM")
+        try:
+            await connection.read_response()
+        except ResponseError as error:
+            if "BUSYGROUP" not in str(error):
+                raise
+        if not self._run_id:
+            return
+        self._restarted = time.monotonic()
+        log.warning("queue server %s restarted: sending %d orders again", self.shown, len(self._ring))
+        waiting = [command for _, command in self._ring]
+        self._unsettled = []
+        for command in waiting:
+            await connection.send_command(*command)
+            try:
+                reply = await connection.read_response(disconnect_on_error=False)
+            except ResponseError as error:
+                reply = error
+            if _unordered(reply):
+                self._unsettled.append(command)
+            elif isinstance(reply, ResponseError):
+                log.warning("replayed order refused by %s: %s", self.shown, reply)
+
+    async def _settle(self) -> None:
+        """Send again what was waiting for an admission that another writer replays."""
+        waiting, self._unsettled = self._unsettled, []
+        expired = not self.settling
+        try:
+            for command in waiting:
+                reply = await self._reply(command)
+                if not _unordered(reply):
+                    continue
+                if expired:
+                    log.error("an order from before the restart of %s is lost: %s", self.shown, reply)
+                else:
+                    self._unsettled.append(command)
+        except BaseException:
+            self._unsettled = waiting  # all of it again: orders are idempotent
+            raise
+
+    async def _reply(self, command: Command) -> Any:
+        try:
+            return await self.client.execute_command(*command)
+        except NoScriptError:
+            raise
+        except ResponseError as error:
+            return error
+
+    @property
+    def settling(self) -> bool:
+        """Whether a restart is so recent that other writers may still be replaying."""
+        return time.monotonic() - self._restarted < SETTLE_S
+
+    async def call(self, send: Callable[[Any], Awaitable[T]]) -> T:
+        """Send until it is answered.
+
+        Raises StreamFailed at the deadline or at a refusal, KeyError and ValueError as scripts say.
+        """
+        limit = self._deadline_s if self._run_id else min(self._first_s, self._deadline_s)
+        deadline = time.monotonic() + limit
+        delay = 0.02
+        while True:
+            try:
+                async with asyncio.timeout(max(0.05, deadline - time.monotonic())):
+                    if self._unsettled:
+                        await self._settle()
+                    return await send(self.client)
+            except (AuthenticationError, AuthorizationError) as error:
+                raise StreamFailed(f"queue server {self.shown} refused the login: {error}") from error
+            except (RedisConnectionError, RedisTimeoutError, OSError) as error:  # OSError: TimeoutError too
+                last: Exception = error
+            except ResponseError as error:
+                last = error
+                await self._weigh(error)
+            if time.monotonic() + delay > deadline:
+                raise StreamFailed(
+                    f"queue server {self.shown} gave no answer for {limit:g} s: "
+                    f"{str(last) or type(last).__name__}"
+                ) from last
+            await asyncio.sleep(delay * random.uniform(0.7, 1.3))
+            delay = min(2 * delay, 1.0)
+
+    async def _weigh(self, error: ResponseError) -> None:
+        """Return if the command may be sent again, raise otherwise."""
+        code, _, text = str(error).partition(" ")
+        code = error.status_code or code
+        if isinstance(error, NoScriptError) or code == "NOGROUP":
+            self._run_id = self._run_id and "emptied"  # someone emptied the server: meet it anew
+            await self.client.connection_pool.disconnect()
+        elif code == "UNKNOWN":
+            if not self.settling:
+                raise KeyError(text) from error
+        elif code == "INVALID":
+            raise ValueError(text) from error
+        elif code not in _TRANSIENT:
+            raise StreamFailed(f"queue server {self.shown} refused an order: {error}") from error
+
+    async def order(self, *command: Any) -> Any:
+        """An idempotent write: sent until acknowledged, then remembered for a replay."""
+        reply = await self.call(lambda client: client.execute_command(*command))
+        now = time.monotonic()
+        self._ring.append((now, command))
+        while self._ring[0][0] < now - self._replay_s:
+            self._ring.popleft()
+        return reply
+
+
+def _unordered(reply: Any) -> bool:
+    """Whether a replayed order speaks of a group or attempt that is not (yet) known."""
+    if isinstance(reply, ResponseError):
+        return str(reply).startswith("UNKNOWN")
+    return isinstance(reply, list) and len(reply) == 2 and bool(reply[1])
+
+
+class RedisQueue:
+    """``cluster.ports.Queue`` on a Redis 7 or Valkey server.
+
+    ``url`` is ``redis://``, ``rediss://`` or ``unix://`` (``valkey://`` is accepted). All keys start with
+    ``{prefix:run}:``. Every call raises StreamFailed (naming the URL without its password) when the
+    server gives no answer for ``deadline_s`` seconds, ``first_s`` if it never did; KeyError for a
+    group or attempt that was never ordered; ValueError for an order that contradicts the state.
+    An object belongs to one event loop.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        prefix: str = "springtide",
+        run: str = "run",
+        *,
+        replay_s: float = 3.0,
+        deadline_s: float = 60.0,
+        first_s: float = 4.0,
+    ) -> None:
+        self._base = f"{{{prefix}:{run}}}:"
+        self._link = _Link(url, self._base, replay_s, deadline_s, first_s)
+        self._handed: set[str] = set()  # claimed groups that this object gave to its caller
+        self._certain: set[str] = set()  # consumers whose every delivery reached this object
+
+    async def connect(self) -> None:
+        """Fail early, if the server cannot be used."""
+        await self._link.call(lambda client: client.execute_command("PING"))
+
+    def _script(self, name: str, *arguments: Any) -> Command:
+        return ("EVALSHA", SCRIPTS[name][0], 1, self._base, *arguments)
+
+    async def _order(self, name: str, *arguments: Any) -> Any:
+        return await self._link.order(*self._script(name, *arguments))
+
+    async def _read(self, *command: Any) -> Any:
+        return await self._link.call(lambda client: client.execute_command(*command))
+
+    async def admit(self, order: Order) -> bool:
+        """Enter a group and its members; ValueError if a member belongs to another group."""
+        return await self._admission("admit", order)
+
+    async def reorder(self, order: Order) -> bool:
+        """Start a newer attempt of an open group; ValueError if its members changed."""
+        return await self._admission("reorder", order)
+
+    async def _admission(self, mode: str, order: Order) -> bool:
+        assemble.check_order(order)
+        raw = assemble.encode_clean(order)
+        return bool(await self._order("admit", mode, order.group, order.attempt, raw, *order.members))
+
+    async def orders(self) -> list[Order]:
+        """Latest orders of the open groups, by order of admission."""
+        groups = await self._read("ZRANGE", self._base + "active", 0, -1)
+        keys = [f"{self._base}group:{name.decode()}" for name in groups]
+        rows = await self._pipelined([("HMGET", key, "state", "order") for key in keys])
+        return [
+            assemble.decode_named(raw, Order, f"{key} order")
+            for key, (state, raw) in zip(keys, rows, strict=True)
+            if state == b"open"
+        ]
+
+    async def _pipelined(self, commands: Sequence[Command], atomic: bool = False) -> list[Any]:
+        if not commands:
+            return []
+
+        async def send(client: Any) -> list[Any]:
+            async with client.pipeline(transaction=atomic) as pipeline:
+                for command in commands:
+                    pipeline.execute_command(*command)
+                rows: list[Any] = await pipeline.execute()
+            return rows
+
+        return await self._link.call(send)
+
+    async def append(self, segments: Sequence[Segment]) -> int:
+        """Store segments. What can be written is, before KeyError (order unknown) or ValueError."""
+        return await self._store(segments)
+
+    async def end(self, ends: Sequence[End]) -> int:
+        """Record ends. What can be written is, before KeyError (order unknown) or ValueError."""
+        return await self._store(ends)
+
+    async def _store(self, records: Sequence[Segment | End]) -> int:
+        good, bad = assemble.encode_all(records)
+        new = 0
+        unordered: set[bytes] = set()
+        for chunk in _chunks(good):
+            count, missing = await self._store_chunk(chunk)
+            new += count
+            unordered.update(missing)
+        if unordered:
+            raise KeyError(f"never ordered: group {b', '.join(sorted(unordered)).decode()}")
+        if bad:
+            raise ValueError(f"{len(bad)} of {len(records)} records cannot be written: {bad[0]}")
+        return new
+
+    async def _store_chunk(self, chunk: list[Any]) -> tuple[int, list[bytes]]:
+        new = 0
+        while True:
+            count, missing = await self._order("append", *chunk)
+            new += count
+            if not missing or not self._link.settling:
+                return new, missing
+            await asyncio.sleep(0.1)  # the controller is replaying the admission
+
+    async def ready(self, group: str, attempt: int, min_members: int) -> bool:
+        """Mark an open group ready; ValueError while a member has not ended."""
+        return bool(await self._order("ready", group, attempt, min_members))
+
+    async def claim(self, consumer: str, count: int, wait_s: float) -> list[str]:
+        """Take ready groups. What a lost reply or an earlier process took comes first."""
+        if count < 1:
+            raise ValueError(f"count = {count} must be at least 1")
+        if consumer not in self._certain:
+            held = await self._deliver(consumer, "0", ())
+            missed = [group for group in held if group not in self._handed]
+            if missed:
+                if len(missed) <= count:
+                    self._certain.add(consumer)
+                return self._hand(missed[:count])
+        deadline = time.monotonic() + wait_s
+        while True:
+            left = deadline - time.monotonic()
+            block = ("BLOCK", max(1, int(1000 * min(left, BLOCK_S)))) if left > 0 else ()
+            self._certain.discard(consumer)  # until the reply is here
+            groups = await self._deliver(consumer, ">", ("COUNT", count, *block))
+            self._certain.add(consumer)
+            groups = [group for group in groups if group not in self._handed]  # delivered before a restart
+            if groups or left <= 0:
+                return self._hand(groups)
+
+    async def _deliver(self, consumer: str, after: str, options: Command) -> list[str]:
+        stream = self._base + "ready"
+        command = ("XREADGROUP", "GROUP", CONSUMERS, consumer, *options, "STREAMS", stream, after)
+        reply = await self._read(*command)
+        entries = [entry[0] for entry in reply[0][1]] if reply else []
+        if not entries:
+            return []
+        return [name.decode() for name in await self._read(*self._script("take", *entries))]
+
+    def _hand(self, groups: list[str]) -> list[str]:
+        self._handed.update(groups)
+        return groups
+
+    async def reclaim(self, consumer: str) -> list[str]:
+        """Take over all claimed groups, those of this object too: for a consumer that starts."""
+        groups = await self._read(*self._script("reclaim", consumer))
+        self._certain.add(consumer)
+        self._handed.clear()
+        return self._hand([name.decode() for name in groups])
+
+    async def load(self, groups: Sequence[str]) -> list[Group]:
+        """Read groups whole; KeyError if payload is gone, ValueError naming the key if damaged."""
+        keys = [f"{self._base}group:{name}" for name in groups]
+        rows = await self._pipelined([("HMGET", key, "order", "attempt") for key in keys])
+        found: list[tuple[Order, int]] = []
+        for name, key, (raw, attempt) in zip(groups, keys, rows, strict=True):
+            if raw is None:
+                raise KeyError(f"group {name}: its payload is gone")
+            found.append((assemble.decode_named(raw, Order, f"{key} order"), int(attempt)))
+        where = self._base + "trajectory:"
+        ids = [member for order, _ in found for member in order.members]
+        fields = iter(await self._pipelined([("HGETALL", where + member) for member in ids]))
+        return [
+            assemble.build_group(order, attempt, {m: _text_keys(next(fields)) for m in order.members}, where)
+            for order, attempt in found
+        ]
+
+    async def close(self, groups: Sequence[str], reason: str) -> int:
+        """Drop groups for ``reason`` and delete their payload."""
+        moved = await self._order("discard", "dropped", codec.clean(reason), *groups)
+        self._handed.difference_update(groups)
+        return int(moved)
+
+    async def abandon(self, group: str, reason: str) -> int:
+        """Give an open group up; it is closed and its payload deleted."""
+        return int(await self._order("discard", "abandoned", codec.clean(reason), group))
+
+    async def plan(self, record: StepRecord) -> None:
+        """Write the log entry; ValueError if the step was committed with other groups."""
+        assemble.check_step(record)
+        raw = codec.encode(_uncommitted(record))
+        committed = await self._order("step", "plan", record.step, raw)
+        if committed is not None:
+            assemble.check_replanned(record, codec.decode(committed, StepRecord))
+
+    async def commit(self, record: StepRecord) -> bool:
+        """Trained, acknowledged, closed, version = step. ValueError if one was trained before.
+
+        Other pending members of the groups become dropped(excluded). False if the step was
+        committed already; after a rewind the version then still follows the re-executed steps.
+        """
+        assemble.check_step(record)
+        names = (len(record.groups), *record.groups, *record.trajectories)
+        raw = codec.encode(_uncommitted(record))
+        done = await self._order("step", "commit", record.step, raw, *names)
+        self._handed.difference_update(record.groups)
+        return bool(done)
+
+    async def steps(self, after: int) -> list[StepRecord]:
+        """Step log entries beyond ``after``, in order."""
+        base = self._base
+        rows, committed = await self._pipelined(
+            [("HGETALL", base + "steps"), ("SMEMBERS", base + "committed")], atomic=True
+        )
+        done = {int(step) for step in committed}
+        fields = sorted((int(step), raw) for step, raw in _pairs(rows) if int(step) > after)
+        records = [assemble.decode_named(raw, StepRecord, f"{base}steps {step}") for step, raw in fields]
+        return [msgspec.structs.replace(record, committed=record.step in done) for record in records]
+
+    async def release(self, upto: int) -> int:
+        """Delete the payload of committed steps <= ``upto``; their counts and log entries stay."""
+        before = int(await self._read("HGET", self._base + "stats", "released") or 0)
+        records = [r for r in await self.steps(before) if r.step <= upto and r.committed]
+        groups = [group for record in records for group in record.groups]
+        if not groups:
+            return 0
+        return int(await self._order("release", max(r.step for r in records), *groups))
+
+    async def rewind(self, step: int) -> None:
+        """Version back to ``step``. States and ledger stay: later steps are executed again."""
+        await self._link.order("HSET", self._base + "facts", assemble.RESERVED_FACT, step)
+
+    async def ledger(self) -> Ledger:
+        """The counters."""
+        fields = _text_keys(await self._read("HGETALL", self._base + "ledger"))
+        return assemble.build_ledger({name: int(count) for name, count in fields.items()})
+
+    async def audit(self) -> Ledger:
+        """Counted from each live trajectory's own state and from the sets of those deleted."""
+        flat = await self._read(*self._script("audit"))
+        return assemble.build_ledger({name.decode(): int(count) for name, count in _pairs(flat)})
+
+    async def groups(self) -> dict[str, int]:
+        """Group counts: open, ready, claimed, trained, lost; moved with the states."""
+        fields = _text_keys(await self._read("HGETALL", self._base + "tally"))
+        return {state: int(fields.get(state, 0)) for state in assemble.GROUP_STATES}
+
+    async def depth(self) -> tuple[int, float]:
+        """(ready and unclaimed groups, age of the oldest in seconds by the server's clock)."""
+        waiting = self._base + "waiting"
+        commands: list[Command] = [("ZCARD", waiting), ("ZRANGE", waiting, 0, 0, "WITHSCORES"), ("TIME",)]
+        size, oldest, now = await self._pipelined(commands, atomic=True)
+        if not oldest:
+            return 0, 0.0
+        score = float(next(iter(_pairs(oldest)))[1])
+        return int(size), max(0.0, int(now[0]) + int(now[1]) / 1e6 - score / 1000)
+
+    async def lost_entries(self) -> int:
+        """Stream entries that vanished unacknowledged (never, unless someone trims the stream)."""
+        return int(await self._read("HGET", self._base + "stats", "lost_entries") or 0)
+
+    async def get(self, key: str) -> bytes | None:
+        """Read a fact; ``version`` is the last committed step, in decimal."""
+        value: bytes | None = await self._read("HGET", self._base + "facts", key)
+        return value
+
+    async def put(self, key: str, value: bytes) -> None:
+        """Write a fact; ValueError for ``version``."""
+        assemble.check_fact(key)
+        await self._link.order("HSET", self._base + "facts", key, value)
+
+    async def aclose(self) -> None:
+        """Let go of connections."""
+        await self._link.client.aclose()
+
+
+def _chunks(records: list[tuple[Segment | End, bytes]]) -> Iterator[list[Any]]:
+    """Arguments of ``append.lua``, 7 per record, bounded in number and bytes."""
+    chunk: list[Any] = []
+    size = 0
+    for record, raw in records:
+        state, reason = assemble.final_state(record)
+        field = assemble.field_of(record)
+        chunk += (record.group, record.trajectory, record.attempt, field, raw, state, reason)
+        size += len(raw)
+        if len(chunk) >= 7 * CHUNK_RECORDS or size >= CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _uncommitted(record: StepRecord) -> StepRecord:
+    return msgspec.structs.replace(record, committed=False)
+
+
+def _pairs(reply: Any) -> Iterator[tuple[Any, Any]]:
+    """A flat or mapped reply as pairs: redis-py parses some commands, not others."""
+    if isinstance(reply, dict):
+        return iter(reply.items())
+    if reply and isinstance(reply[0], tuple | list):
+        return iter([(item[0], item[1]) for item in reply])
+    return iter(zip(reply[::2], reply[1::2], strict=True))
+
+
+def _text_keys(reply: Any) -> dict[str, bytes]:
+    return {name.decode(): value for name, value in _pairs(reply)}

@@ -1,0 +1,132 @@
+"""``springtide``: parse first, import heavy things after.
+
+    springtide train RECIPE [key=value ...] [--dry-run] [--address HOST:PORT]
+    springtide train --resume RUN
+    springtide eval RECIPE --checkpoint FOLDER
+    springtide replay RUN
+    springtide report RUN
+    springtide doctor
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from cluster.config import Config, apply_override, build, dump, load
+from cluster.errors import ConfigError, SpringtideError
+
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code. Errors are one line on stderr."""
+    arguments = parser().parse_args(argv)
+    try:
+        return int(arguments.handler(arguments))
+    except SpringtideError as error:
+        sys.stderr.write(f"springtide: {error.boundary}: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("springtide: interrupted\n")
+        return INTERRUPTED
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and their options."""
+    top = argparse.ArgumentParser(prog="springtide", description="Asynchronous RL for LLM agents.")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="train a policy")
+    train.add_argument("recipe", nargs="?", help="a recipe (TOML)")
+    train.add_argument("overrides", nargs="*", metavar="key=value", help="such as run.steps=5")
+    train.add_argument("--dry-run", action="store_true", help="print the effective configuration and stop")
+    train.add_argument("--resume", metavar="RUN", help="a run folder to continue")
+    train.add_argument("--address", help="join a running Ray cluster")
+    train.set_defaults(handler=_train)
+
+    evaluate = commands.add_parser("eval", help="evaluate a checkpoint on held-out tasks")
+    evaluate.add_argument("recipe")
+    evaluate.add_argument("overrides", nargs="*", metavar="key=value")
+    evaluate.add_argument("--checkpoint", required=True, help="a checkpoint or model folder")
+    evaluate.add_argument("--against", help="another one, for a paired difference on the same tasks")
+    evaluate.add_argument("--json", metavar="FILE", help="write the result")
+    evaluate.set_defaults(handler=_evaluate)
+
+    replay = commands.add_parser("replay", help="train a recorded run's batches again, compare the losses")
+    replay.add_argument("run", help="a run folder recorded with run.record=true")
+    replay.set_defaults(handler=_replay)
+
+    report = commands.add_parser("report", help="draw report.png of a run folder again")
+    report.add_argument("run")
+    report.set_defaults(handler=_report)
+
+    doctor = commands.add_parser("doctor", help="say what is wrong with this installation, and the remedy")
+    doctor.set_defaults(handler=_doctor)
+    return top
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    folder_path, config = _resumed(arguments) if arguments.resume else _fresh(arguments)
+    if arguments.dry_run:
+        print(json.dumps(dump(config), indent=2))
+        return 0
+    from deploy.run import start  # Ray and the rest: only now
+
+    return start(config, folder_path, resumed=bool(arguments.resume))
+
+
+def _fresh(arguments: argparse.Namespace) -> tuple[Path, Config]:
+    if not arguments.recipe:
+        raise ConfigError("train needs a recipe (or --resume RUN)")
+    overrides = list(arguments.overrides)
+    if arguments.address:
+        overrides.append(f'cluster.address="{arguments.address}"')
+    config = load(arguments.recipe, overrides)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    return Path(config.run.root) / f"{config.run.name}-{stamp}", config
+
+
+def _resumed(arguments: argparse.Namespace) -> tuple[Path, Config]:
+    folder = Path(arguments.resume)
+    saved = folder / "config.json"
+    if not saved.exists():
+        raise ConfigError(f"--resume {arguments.resume}: no config.json there; give a run folder")
+    words = [arguments.recipe, *arguments.overrides]
+    overrides = [word for word in words if word]
+    tree = json.loads(saved.read_text())
+    for override in overrides:
+        apply_override(tree, override)
+    return folder, build(tree)
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    from deploy.evaluate import evaluate
+
+    config = load(arguments.recipe, arguments.overrides)
+    return evaluate(config, arguments.checkpoint, arguments.against, arguments.json)
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from deploy.replay import replay
+
+    return replay(Path(arguments.run))
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from deploy.report import write_report
+
+    print(write_report(arguments.run))
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from deploy.doctor import main as doctor
+
+    return doctor()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

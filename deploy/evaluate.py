@@ -1,0 +1,167 @@
+"""``springtide eval``: held-out tasks on sealed weights, greedy and sampled, with intervals.
+
+The same controller, worker, router, sandboxes and engine as in training, in one process and
+without Ray or a queue server. A checkpoint is verified against its checksums first.
+"""
+
+import asyncio
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from actors.engine import Engine
+from actors.reward import Reward
+from actors.router import Router
+from actors.tokenizer import Tokenizer
+from actors.worker import Worker
+from cluster.config import Config
+from cluster.controller import Controller, codec_plain
+from cluster.errors import CheckpointDamaged, ConfigError
+from cluster.evaluation import Z95
+from cluster.memory import MemoryQueue
+from cluster.messages import EvalEpisode, EvalSummary, GeneratorHealth
+from cluster.types import Weights
+from deploy.prepare import check_folder
+from envs.pool import EnvPool
+from envs.registry import build_tasks, builder
+from learner.manifest import verify
+
+DEADLINE_S = 3600.0
+NAME = "generator-0"
+
+
+class LocalGenerator:
+    """An engine of this process as ``controller.GeneratorPort``."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def health(self) -> GeneratorHealth:
+        """See ``controller.GeneratorPort``."""
+        return self._engine.stats()
+
+    async def load_weights(self, weights: Weights, epoch: int) -> int:
+        """See ``controller.GeneratorPort``."""
+        return await self._engine.load_weights(weights, epoch)
+
+    async def restart(self, reason: str) -> None:
+        """There is nobody to start another."""
+        raise ConfigError(f"the engine must be restarted: {reason}")
+
+
+def weights_folder(path: str) -> Path:
+    """The model folder of a checkpoint (verified), or the folder itself."""
+    folder = Path(path)
+    if (folder / "manifest.json").exists():
+        damage = verify(folder)
+        if damage:
+            raise CheckpointDamaged(f"{folder}: {'; '.join(damage)}")
+        folder = folder / "hf"
+    return check_folder(folder)
+
+
+def evaluate(config: Config, checkpoint: str, against: str | None, file: str | None) -> int:
+    """Evaluate, print, and write JSON if asked."""
+    results = {"checkpoint": run_suites(config, weights_folder(checkpoint))}
+    if against:
+        results["against"] = run_suites(config, weights_folder(against))
+    report: dict[str, Any] = {
+        name: {mode: codec_plain(summary) for mode, (summary, _) in suites.items()}
+        for name, suites in results.items()
+    }
+    for name, suites in results.items():
+        for mode, (summary, _) in suites.items():
+            sys.stdout.write(f"{name} {mode}: {describe(summary)}\n")
+    if against:
+        report["difference"] = {}
+        for mode in config.eval.modes:
+            mean, low, high, n = paired(results["checkpoint"][mode][1], results["against"][mode][1])
+            report["difference"][mode] = {"mean": mean, "low": low, "high": high, "tasks": n}
+            sys.stdout.write(f"difference {mode}: {mean:+.3f} [{low:+.3f}, {high:+.3f}] over {n} paired tasks\n")
+    if file:
+        Path(file).write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+def describe(summary: EvalSummary) -> str:
+    """One line: success with its 95% interval, components, failures."""
+    parts = ", ".join(f"{name} {value:.3f}" for name, value in sorted(summary.rewards.items()))
+    return (
+        f"success {summary.success:.3f} [{summary.low:.3f}, {summary.high:.3f}] of {summary.tasks} tasks"
+        f" ({parts}; {summary.failed} failed; {summary.turns_mean:.1f} turns; {summary.seconds:.0f} s)"
+    )
+
+
+def paired(ours: Sequence[EvalEpisode], theirs: Sequence[EvalEpisode]) -> tuple[float, float, float, int]:
+    """Mean difference of success on the tasks that both scored, with a 95% normal interval."""
+    index = {episode.group.partition("-")[2]: episode for episode in theirs if not episode.error}
+    differences = [
+        episode.success - index[key].success
+        for episode in ours
+        if not episode.error and (key := episode.group.partition("-")[2]) in index
+    ]
+    n = len(differences)
+    if n < 2:
+        return 0.0, -1.0, 1.0, n
+    mean = math.fsum(differences) / n
+    variance = math.fsum((d - mean) ** 2 for d in differences) / (n - 1)
+    spread = Z95 * math.sqrt(variance / n)
+    return mean, mean - spread, mean + spread, n
+
+
+def run_suites(config: Config, model: Path) -> dict[str, tuple[EvalSummary, list[EvalEpisode]]]:
+    """Every mode of ``eval.modes`` on one model folder."""
+    return asyncio.run(_run_suites(config, model))
+
+
+async def _run_suites(config: Config, model: Path) -> dict[str, tuple[EvalSummary, list[EvalEpisode]]]:
+    engine = Engine(model, config.generator, config.harness.max_context, NAME, config.run.seed * 1000)
+    tasks = build_tasks(config.env.name, config.env.params, config.run.seed)
+    queue = MemoryQueue()
+    controller = Controller(config, queue, tasks.task, {NAME: LocalGenerator(engine)})
+    pool = EnvPool(builder(config.env.name, config.env.params), config.env, config.env.slots)
+    router = Router(f"eval-{time.time_ns()}", config.generator, lambda _: engine)
+    background: list[asyncio.Task[None]] = []
+    try:
+        await pool.start()
+        await engine.start()
+        await controller.start()
+        with tempfile.TemporaryDirectory(prefix="springtide-eval-") as log:
+            worker = Worker(
+                "worker-0", config, queue, router, pool, Tokenizer(str(model), config.model.template),
+                controller, folder=Path(log), reward=Reward(config.reward.weights),
+            )  # fmt: skip
+            background = [asyncio.create_task(controller.run()), asyncio.create_task(worker.run())]
+            found = {}
+            for mode in config.eval.modes:
+                summary = await _or_fail(
+                    controller.evaluate(f"eval_{mode}", mode, config.eval.tasks, DEADLINE_S), background
+                )
+                found[mode] = (summary, controller.evaluations.episodes(f"eval_{mode}"))
+            worker.stop()
+            await controller.stop()
+            await asyncio.wait(background, timeout=10.0)
+            return found
+    finally:
+        for task in background:
+            task.cancel()
+        await asyncio.gather(*background, return_exceptions=True)
+        await router.aclose()
+        await pool.close()
+        await engine.close()
+
+
+async def _or_fail(work: Any, background: Sequence[asyncio.Task[None]]) -> Any:
+    """Await ``work`` unless a background task ends first."""
+    task = asyncio.ensure_future(work)
+    done, _ = await asyncio.wait({task, *background}, return_when=asyncio.FIRST_COMPLETED)
+    if task not in done:
+        task.cancel()
+        next(iter(done)).result()
+        raise ConfigError("a component ended during the evaluation")
+    return task.result()

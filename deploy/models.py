@@ -1,0 +1,22 @@
+"""Makers of initial policies: one literal table; each is called with (folder, **model.params)."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from cluster.errors import ConfigError, nearest
+
+MAKERS = {
+    "tiny": "deploy.tiny:make_tiny",
+    "smollm2": "deploy.smollm2:make_smollm2",
+}
+"""Name -> "module:function"; resolved late because makers import torch."""
+
+
+def resolve_maker(name: str) -> Callable[..., Any]:
+    """The maker of that name. Raises ConfigError naming the nearest valid one."""
+    if name not in MAKERS:
+        raise ConfigError(f"model.maker = {name!r} is unknown{nearest(name, MAKERS)}")
+    module, _, function = MAKERS[name].partition(":")
+    maker: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return maker

@@ -1,0 +1,27 @@
+"""Names of files in a run folder; one place, so that nobody spells them twice."""
+
+from pathlib import Path
+
+
+class RunFolder:
+    """``RunFolder("runs/frozenlake-20261130-120000")``."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).resolve()
+        self.run_id = self.path.name
+        self.config = self.path / "config.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.trace = self.path / "trace.jsonl"
+        self.summary = self.path / "summary.json"
+        self.report = self.path / "report.png"
+        self.checkpoints = self.path / "checkpoints"
+        self.queue = self.path / "queue"
+        self.workers = self.path / "workers"
+        self.record = self.path / "record"
+        self.evaluations = self.path / "evaluations.jsonl"
+        self.weights = Path("/dev/shm") / f"springtide-{self.run_id}"
+
+    def make(self) -> None:
+        """Create the folder and the subfolders that processes write to."""
+        for folder in (self.path, self.checkpoints, self.queue, self.workers):
+            folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,96 @@
+"""What must exist before a run starts: the policy's folder, made or found, warm-started or not.
+
+Making a model needs torch, which the driver does without: it happens in a child process
+(``python -m deploy.prepare``), and the result is cached by the hash of everything that went in.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from cluster.config import Config, build, dump
+from cluster.errors import ConfigError
+
+CACHE = Path(".cache")
+PREPARE_DEADLINE_S = 1800.0
+
+
+def model_folder(config: Config, cache: Path = CACHE) -> Path:
+    """The policy's initial weights as a folder in Hugging Face layout; made and cached if need be.
+
+    Raises ConfigError when ``model.path`` is no such folder, or the maker fails.
+    """
+    if config.model.path:
+        return check_folder(Path(config.model.path))
+    folder = cache / "models" / fingerprint(config)
+    if not (folder / "config.json").exists():
+        make_in_child(config, folder)
+    return check_folder(folder)
+
+
+def check_folder(folder: Path) -> Path:
+    """Refuse a folder that lacks what every process needs of it."""
+    if not folder.is_dir():
+        raise ConfigError(f"model.path = {str(folder)!r}: no such folder")
+    for name in ("config.json", "tokenizer.json"):
+        if not (folder / name).exists():
+            raise ConfigError(f"model.path = {str(folder)!r}: it has no {name}")
+    if not list(folder.glob("*.safetensors")):
+        raise ConfigError(f"model.path = {str(folder)!r}: it has no *.safetensors")
+    return folder.resolve()
+
+
+def fingerprint(config: Config) -> str:
+    """Names the cache folder: everything that the prepared weights depend on."""
+    tree = dump(config)
+    parts: dict[str, Any] = {"model": tree["model"]}
+    if config.model.warm_start:
+        parts |= {"env": tree["env"]["name"], "params": tree["env"]["params"],
+                  "harness": tree["harness"], "turns": config.env.max_turns, "seed": config.run.seed}
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def make_in_child(config: Config, folder: Path) -> None:
+    """Run this module in a process of its own; its progress goes to our terminal."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "deploy.prepare", str(folder)]
+    environment = dict(os.environ, HF_HUB_OFFLINE="1", PYTHONPATH=os.pathsep.join(["."] + sys.path[1:]))
+    try:
+        done = subprocess.run(
+            command,
+            input=json.dumps(dump(config)).encode(),
+            env=environment,
+            stderr=subprocess.PIPE,
+            timeout=PREPARE_DEADLINE_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"model.maker took longer than {PREPARE_DEADLINE_S:.0f} s") from error
+    if done.returncode != 0:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        last = lines[-1] if lines else f"exit code {done.returncode}"
+        raise ConfigError(f"making the model ({config.model.maker}) failed: {last}")
+
+
+def make(config: Config, folder: Path) -> None:
+    """Make the model, warm-start it if asked, and move the result into place at the end."""
+    from deploy.models import resolve_maker  # torch and transformers: only in this process
+
+    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
+    resolve_maker(config.model.maker)(partial, **config.model.params)
+    if config.model.warm_start:
+        from deploy.warmstart import warm_start
+
+        warm_start(config, partial)
+    partial.rename(folder)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    make(build(json.load(sys.stdin)), parser.parse_args().folder)

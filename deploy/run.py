@@ -1,0 +1,359 @@
+"""The composition root: ``springtide train`` from recipe to summary.
+
+The driver starts the queue server and Ray, creates every actor (so that it owns them), watches
+them, shows the run, and takes everything down again, whatever happened. It decides nothing about
+training.
+"""
+
+import asyncio
+import json
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from actors.remote import RemoteEnvWorker, RemoteGeneratorActor
+from cluster import codec
+from cluster.config import Config, dump
+from cluster.errors import ConfigError
+from cluster.messages import EvalSummary
+from cluster.stream import RedisQueue
+from cluster.trace import Trace
+from cluster.valkey import ValkeyServer
+from deploy import local
+from deploy.paths import RunFolder
+from deploy.placement import Ranks
+from deploy.prepare import model_folder
+from deploy.remote import RemoteController
+from deploy.report import write_report
+from deploy.summary import closing_rows, summarise_run
+from deploy.supervise import ComponentFailed, Supervisor, answer, kill
+from deploy.view import View
+from learner.remote import RemoteFeeder, RemoteLearner, RemoteScorer
+
+REPO = Path(__file__).resolve().parent.parent
+STATUS_EVERY_S = 0.5
+EVAL_DEADLINE_S = 1800.0
+STOP_DEADLINE_S = 20.0
+ANSWER_DEADLINE_S = 90.0
+
+
+def start(config: Config, path: Path, resumed: bool) -> int:
+    """Prepare folder and model, run the job, print where things are; returns the exit code."""
+    check_queue_url(config.queue.url)
+    folder = RunFolder(path)
+    with View(f"Springtide: {config.run.name}", config.run.steps) as view:
+        with view.phase("preparing the model"):
+            model = model_folder(config)
+        folder.make()
+        folder.config.write_text(json.dumps(dump(config), indent=2) + "\n")
+        try:
+            summary = train(config, folder, model, view)
+        except asyncio.CancelledError:
+            sys.stderr.write(f"springtide: interrupted; continue with --resume {folder.path}\n")
+            return 130
+        view.note(f"{folder.summary}\n  {folder.report}")
+    return 0 if summary["ledger"]["balanced"] else 1
+
+
+def train(config: Config, folder: RunFolder, model: Path, view: View) -> dict[str, Any]:
+    """Run the job in this process; returns the summary. Raises SpringtideError with one clear cause."""
+    return asyncio.run(_interruptible(Job(config, folder, model, view)))
+
+
+async def _interruptible(job: "Job") -> dict[str, Any]:
+    """Ctrl-C and SIGTERM cancel the job once; it then takes everything down in good order."""
+    task = asyncio.create_task(job.run())
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    job.restore_signals = lambda: [  # Ray's own handlers would replace ours
+        loop.add_signal_handler(number, task.cancel) for number in (signal.SIGINT, signal.SIGTERM)
+    ]
+    return await task
+
+
+class Job:
+    """One run of the job: its processes and their order."""
+
+    def __init__(self, config: Config, folder: RunFolder, model: Path, view: View) -> None:
+        self.config = config
+        self.folder = folder
+        self.model = model
+        self.view = view
+        self.began = time.time()
+        self.trace = Trace(folder.trace, "driver")
+        self.server: ValkeyServer | None = None
+        self.handles: dict[str, Any] = {}
+        self.evaluations: dict[str, EvalSummary] = {}
+        self.restore_signals: Any = lambda: None
+
+    async def run(self) -> dict[str, Any]:
+        """Start, train, evaluate, summarise; take everything down on every path."""
+        self.trace("job_start", {})
+        temporary: Path | None = None
+        supervisor: Supervisor | None = None
+        try:
+            with self.view.phase("starting the queue"):
+                url = await self._start_queue()
+            with self.view.phase("starting Ray"):
+                temporary = local.start(self.config, self._namespace(), self._slots(), REPO)
+                self.restore_signals()
+            supervisor = Supervisor(self._event, self.config.generator.max_restarts)
+            with self.view.phase("starting generators, learners and workers"):
+                self._create(url)
+                self._supervise(supervisor)
+                await self._until(supervisor, self._generators_ready())
+            await self._until(supervisor, self._train(supervisor))
+            return await self._conclude(url)
+        finally:
+            await self._stop(supervisor, temporary)
+
+    # -- start --------------------------------------------------------------------------
+
+    def _namespace(self) -> str:
+        return self.config.cluster.namespace or self.folder.run_id
+
+    def _slots(self) -> int:
+        """Logical cores of a local Ray: one a rank, one each for workers, controller and feeder."""
+        return len(self._rank_names()) + self.config.env.workers + 2
+
+    def _rank_names(self) -> list[str]:
+        config = self.config
+        return (
+            [f"learner-{i}" for i in range(config.learner.ranks)]
+            + [f"generator-{i}" for i in range(config.generator.replicas)]
+            + [f"scorer-{i}" for i in range(config.scorer.replicas)]
+        )
+
+    async def _start_queue(self) -> str:
+        url = self.config.queue.url
+        if not url:
+            self.server = ValkeyServer(self.folder.queue, fsync=self.config.queue.fsync)
+            await asyncio.to_thread(self.server.start)
+            url = self.server.url
+        queue = RedisQueue(url, prefix=self.config.queue.prefix, run=self.folder.run_id, deadline_s=5.0)
+        try:
+            await queue.get("epoch")  # an unreachable server is an error now, not in an actor later
+        finally:
+            await queue.aclose()
+        return url
+
+    def _create(self, url: str) -> None:
+        """Every actor, placed on its rank; Ray restarts a dead process under the same handle."""
+        config, folder, model = self.config, self.folder, str(self.model)
+        tree = dump(config)
+        gpus = local.gpus() >= len(self._rank_names())
+        ranks = Ranks(self._rank_names(), gpus, reserved=config.env.workers + 2)
+        threads = {"generator": config.generator.threads, "learner": config.learner.threads,
+                   "scorer": config.scorer.threads}
+
+        def make(kind: Any, name: str, *arguments: Any, **options: Any) -> Any:
+            role = name.partition("-")[0]
+            variables = {"OMP_NUM_THREADS": str(threads.get(role, 1))}
+            lease = ranks.lease(name) if name in ranks.seats else {"num_cpus": 1}
+            handle = kind.options(
+                name=name,
+                max_restarts=-1,
+                runtime_env={"env_vars": variables},
+                **lease,
+                **options,
+            ).remote(*arguments)
+            self.handles[name] = handle
+            return handle
+
+        generators = {
+            f"generator-{i}": make(RemoteGeneratorActor, f"generator-{i}", tree, model, f"generator-{i}", i)
+            for i in range(config.generator.replicas)
+        }
+        weights = str(folder.weights)
+        learners = [
+            make(RemoteLearner, f"learner-{i}", tree, model, i, folder.run_id, weights)
+            for i in range(config.learner.ranks)
+        ]
+        scorers = [
+            make(RemoteScorer, f"scorer-{i}", tree, model, max_task_retries=-1)
+            for i in range(config.scorer.replicas)
+        ]
+        controller = make(RemoteController, "controller", tree, url, str(folder.path), generators)
+        for i in range(config.env.workers):
+            make(RemoteEnvWorker, f"worker-{i}", tree, model, f"worker-{i}", url, folder.run_id,
+                 str(folder.workers), controller, generators)  # fmt: skip
+        paths = {"run": folder.path, "trace": folder.trace, "checkpoints": folder.checkpoints,
+                 "metrics": folder.metrics, "record": folder.record}
+        make(RemoteFeeder, "feeder", tree, url, {k: str(p) for k, p in paths.items()},
+             controller, learners, scorers)  # fmt: skip
+
+    def _supervise(self, supervisor: Supervisor) -> None:
+        for name, handle in self.handles.items():
+            if name != "feeder":
+                supervisor.watch(name, handle)
+        if self.server is not None:
+            supervisor.adopt("valkey", self._watch_queue(self.server))
+
+    async def _watch_queue(self, server: ValkeyServer) -> None:
+        """The queue server comes back on its own port and data when it dies."""
+        while True:
+            await asyncio.sleep(0.2)
+            if not server.alive:
+                self._event("component_died", {"component": "valkey", "cause": "process ended"})
+                await asyncio.to_thread(server.restart)
+
+    async def _generators_ready(self) -> None:
+        deadline = time.monotonic() + self.config.generator.start_timeout_s
+        while True:
+            status = await self._ask("status")
+            if all(healthy for healthy, _, _ in status["generators"].values()):
+                return
+            if time.monotonic() > deadline:
+                raise ComponentFailed(
+                    f"generators not ready within generator.start_timeout_s = "
+                    f"{self.config.generator.start_timeout_s:.0f} s: {status['generators']}"
+                )
+            await asyncio.sleep(0.3)
+
+    # -- the run ------------------------------------------------------------------------
+
+    async def _train(self, supervisor: Supervisor) -> None:
+        if self.config.eval.before:
+            await self._evaluate("before")
+        await self._ask("open_admission", True)
+        feeder = supervisor.run_to_end("feeder", self.handles["feeder"])
+        shower = asyncio.create_task(self._show())
+        try:
+            await feeder
+        finally:
+            shower.cancel()
+        await self._ask("open_admission", False)
+        if self.config.eval.after:
+            await self._evaluate("after")
+
+    async def _evaluate(self, when: str) -> None:
+        config = self.config.eval
+        for mode in config.modes:
+            suite = f"{when}-{mode}"
+            if suite in self._finished_suites():
+                continue
+            with self.view.phase(f"evaluating {config.tasks} held-out tasks ({suite})"):
+                raw = await self._ask("evaluate", suite, mode, config.tasks, EVAL_DEADLINE_S,
+                                      deadline_s=EVAL_DEADLINE_S + 60)  # fmt: skip
+            summary = codec.decode(raw, EvalSummary)
+            self.evaluations[suite] = summary
+            with self.folder.evaluations.open("a") as file:
+                file.write(json.dumps({"suite": suite, "summary": raw.hex()}) + "\n")
+
+    def _finished_suites(self) -> dict[str, EvalSummary]:
+        """Suites of this run that an earlier process finished."""
+        if self.folder.evaluations.exists():
+            for line in self.folder.evaluations.read_text().splitlines():
+                entry = json.loads(line)
+                summary = codec.decode(bytes.fromhex(entry["summary"]), EvalSummary)
+                self.evaluations[entry["suite"]] = summary
+        return self.evaluations
+
+    async def _show(self) -> None:
+        """Feed the terminal view; a status that cannot be had is skipped, the supervisor knows why."""
+        while True:
+            try:
+                status = await self._ask("status", deadline_s=5.0)
+            except ComponentFailed:
+                continue
+            self.view.update(view_status(status, self.config))
+            await asyncio.sleep(STATUS_EVERY_S)
+
+    async def _ask(self, method: str, *arguments: Any, deadline_s: float = ANSWER_DEADLINE_S) -> Any:
+        controller = self.handles["controller"]
+        call = getattr(controller, method)
+        return await answer("controller", lambda: call.remote(*arguments), deadline_s)
+
+    async def _until(self, supervisor: Supervisor, work: Any) -> None:
+        """Await ``work`` unless a component fails for good first."""
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task, supervisor.failed}, return_when=asyncio.FIRST_COMPLETED)
+            if supervisor.failed.done():
+                supervisor.failed.result()
+            await task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def _event(self, event: str, fields: dict[str, Any]) -> None:
+        self.trace(event, fields)
+        if event == "component_died":
+            self.view.note(f"{fields['component']} died and is restarted: {str(fields['cause'])[:160]}")
+
+    # -- the end ------------------------------------------------------------------------
+
+    async def _conclude(self, url: str) -> dict[str, Any]:
+        queue = RedisQueue(url, prefix=self.config.queue.prefix, run=self.folder.run_id)
+        try:
+            ledger, audit = await queue.ledger(), await queue.audit()
+        finally:
+            await queue.aclose()
+        summary = summarise_run(self.config, self.folder, ledger, audit, self.evaluations, self.began)
+        write_report(self.folder.path)
+        self.view.finish(closing_rows(summary), title=f"Run {self.folder.run_id}")
+        return summary
+
+    async def _stop(self, supervisor: Supervisor | None, temporary: Path | None) -> None:
+        """Nothing of the job survives: actors, engines, Ray, the queue, shared memory, temp folder."""
+        self.view.stop()
+        if supervisor is not None:
+            await supervisor.stop()
+        if self.handles:
+            closing = [h.close.remote() for n, h in self.handles.items() if n.startswith("generator")]
+            closing += [h.stop.remote() for n, h in self.handles.items() if n.startswith("worker")]
+            with quiet():
+                await asyncio.wait_for(asyncio.gather(*closing, return_exceptions=True), STOP_DEADLINE_S)
+            with quiet():
+                kill(list(self.handles.values()))
+        await asyncio.to_thread(local.stop, temporary)
+        if self.server is not None:
+            await asyncio.to_thread(self.server.stop)
+        shutil.rmtree(self.folder.weights, ignore_errors=True)
+        self.trace.close()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """While stopping, what is already gone need not be told so; ``local.stop`` ends the rest."""
+    try:
+        yield
+    except (Exception, asyncio.CancelledError):
+        return
+
+
+def view_status(status: dict[str, Any], config: Config) -> dict[str, Any]:
+    """The controller's status in the terminal view's words."""
+    step = dict(status["step"])
+    rewards = step.pop("reward", None)
+    shown = {
+        name: step[name]
+        for name in ("step", "reward_std", "success", "loss", "grad_norm", "entropy", "lag_mean",
+                     "lag_max", "wait_rwt_s", "wait_twt_s", "goodput_tok_s", "overlap_fraction",
+                     "sampled_tok_s")
+        if name in step
+    }  # fmt: skip
+    if isinstance(rewards, dict):
+        shown["reward"] = rewards.get("outcome", 0.0)
+    ranks = {name: "ok" if healthy else "starting" for name, (healthy, _, _) in status["generators"].items()}
+    return shown | {
+        "version": status["version"],
+        "max_lag": config.run.max_lag,
+        "ready_depth": status["ready_depth"],
+        "running_groups": status["open_groups"],
+        "ledger": status["ledger"],
+        "ranks": ranks,
+    }
+
+
+def check_queue_url(url: str) -> None:
+    """Refuse a URL that is none."""
+    if url and not url.startswith(("redis://", "rediss://", "unix://")):
+        raise ConfigError(f"queue.url = {url!r}: must start with redis://, rediss:// or unix://")
+

@@ -1,0 +1,122 @@
+"""Keeps the job's actors running: a component that ends, even cleanly, is an event.
+
+Every actor has a ``run`` method that lasts as long as the job. When its process dies Ray starts
+a new one under the same handle, and ``run`` is called again after a pause that grows; an actor
+that keeps dying, or whose ``run`` raises, ends the job with its name and cause.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from cluster.errors import SpringtideError
+
+CALM_S = 60.0
+"""An actor that ran this long is healthy again: its restart count starts anew."""
+
+BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
+
+
+class ComponentFailed(SpringtideError, RuntimeError):
+    """A component raised, or died too often; carries the first cause."""
+
+    boundary = "component"
+
+
+class Supervisor:
+    """Runs one watching task per actor; ``failed`` is set by the first fatal cause."""
+
+    def __init__(self, on_event: Callable[[str, dict[str, Any]], None], max_restarts: int) -> None:
+        self.on_event = on_event
+        self.max_restarts = max_restarts
+        self.restarts: dict[str, int] = {}
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stopping = False
+
+    def watch(self, name: str, handle: Any, *arguments: Any) -> None:
+        """Call ``handle.run(*arguments)`` now and again after each death."""
+        self._tasks.append(asyncio.create_task(self._watch(name, handle, arguments), name=name))
+
+    def adopt(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        """Run a watcher of another kind; if it raises, the job fails with its cause."""
+
+        async def guarded() -> None:
+            try:
+                await work
+            except Exception as error:
+                self._fail(name, str(error))
+
+        self._tasks.append(asyncio.create_task(guarded(), name=name))
+
+    def run_to_end(self, name: str, handle: Any) -> asyncio.Future[Any]:
+        """Like ``watch`` for an actor whose ``run`` has an end: the future holds its result."""
+        result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        watcher = self._watch(name, handle, (), result)
+        self._tasks.append(asyncio.create_task(watcher, name=name))
+        return result
+
+    async def stop(self) -> None:
+        """Stop watching; actors may end from now on."""
+        self._stopping = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if not self.failed.done():
+            self.failed.cancel()
+
+    async def _watch(
+        self,
+        name: str,
+        handle: Any,
+        arguments: tuple[Any, ...],
+        result: asyncio.Future[Any] | None = None,
+    ) -> None:
+        in_a_row = 0
+        while not self._stopping:
+            begun = time.monotonic()
+            try:
+                value = await handle.run.remote(*arguments)
+                if result is not None and not result.done():
+                    result.set_result(value)
+                if self._stopping or result is not None:
+                    return
+                cause = "its run ended although the job goes on"
+            except RayTaskError as error:
+                self._fail(name, f"{error.cause!r}" if error.cause else str(error))
+                return
+            except RayActorError as error:
+                cause = str(error).splitlines()[0] if str(error) else type(error).__name__
+            in_a_row = 1 if time.monotonic() - begun > CALM_S else in_a_row + 1
+            self.restarts[name] = self.restarts.get(name, 0) + 1
+            self.on_event("component_died", {"component": name, "cause": cause, "in_a_row": in_a_row})
+            if in_a_row > self.max_restarts:
+                self._fail(name, f"died {in_a_row} times in a row; last: {cause}")
+                return
+            await asyncio.sleep(BACKOFF_S[min(in_a_row, len(BACKOFF_S)) - 1])
+
+    def _fail(self, name: str, cause: str) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(ComponentFailed(f"{name}: {cause}"))
+
+
+async def answer(name: str, call: Callable[[], Any], deadline_s: float) -> Any:
+    """Call an actor that may be restarting: try until the deadline, then say which one is missing."""
+    deadline = time.monotonic() + deadline_s
+    while True:
+        try:
+            return await asyncio.wait_for(call(), max(0.1, deadline - time.monotonic()))
+        except (RayActorError, TimeoutError) as error:
+            if time.monotonic() >= deadline:
+                raise ComponentFailed(f"{name} did not answer within {deadline_s:.0f} s: {error}") from error
+            await asyncio.sleep(0.3)
+
+
+def kill(handles: list[Any]) -> None:
+    """End actors for good."""
+    for handle in handles:
+        ray.kill(handle, no_restart=True)

