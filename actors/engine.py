@@ -23,17 +23,17 @@ import contextlib
 import copy
 import logging
 import os
-import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from actors.mailbox import BusyTime, Mailboxes
+from actors.model_folder import check_folder, tokenizer_size
+from actors.pending import Pending, completed, problem, refused
 from cluster.config import GeneratorConfig
 from cluster.errors import ConfigError, EngineFailed, StaleEpoch, WeightsFailed
 from cluster.messages import GeneratorHealth
@@ -41,41 +41,15 @@ from cluster.types import (
     Completion,
     Request,
     Sampling,
-    StopReason,
-    VersionSpan,
     Weights,
     ids,
-    pack_floats,
     pack_ids,
 )
 
 _log = logging.getLogger(__name__)
 _WATCH_S = 0.25  # how often death and deadlines are looked for
 _CLOSE_S = 10.0
-_STOPS = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
 _WARM_UP = "warm-up"
-
-
-class _Pending:
-    """One request inside the engine; vLLM's output processor calls ``put`` when it ends."""
-
-    __slots__ = ("answer", "caller", "core_id", "deadline", "request", "submitted", "withdrawn")
-
-    def __init__(
-        self, caller: str, request: Request, deadline: float, answer: Callable[["_Pending", Any], None]
-    ) -> None:
-        self.caller = caller
-        self.request = request
-        self.deadline = deadline
-        self.answer = answer
-        self.core_id = ""
-        self.submitted = 0.0
-        self.withdrawn = False  # taken back from the core, to be entered again
-
-    def put(self, output: Any) -> None:
-        """Receive a finished ``RequestOutput`` or the engine's exception."""
-        if not self.withdrawn:
-            self.answer(self, output)
 
 
 class _Recorder:
@@ -122,8 +96,8 @@ class Engine:
         self._llm: Any = None
         self._recorder = _Recorder()
         self._templates: dict[Sampling, Any] = {}  # sampling -> checked vLLM parameters
-        self._pending: dict[tuple[str, str], _Pending] = {}
-        self._held: list[_Pending] | None = None  # a list while an update holds new requests
+        self._pending: dict[tuple[str, str], Pending] = {}
+        self._held: list[Pending] | None = None  # a list while an update holds new requests
         self._boxes = Mailboxes(keep_s=max(600.0, 2 * config.request_timeout_s))
         self._busy = BusyTime()
         self._watcher: asyncio.Task[None] | None = None
@@ -155,9 +129,9 @@ class Engine:
         Raises ConfigError when the folder is no model, EngineFailed when the engine does not start
         within ``start_timeout_s``.
         """
-        model_vocabulary = _check_folder(self._path)
+        model_vocabulary = check_folder(self._path)
         if not self.vocabulary:
-            self.vocabulary = min(_tokenizer_size(self._path) or model_vocabulary, model_vocabulary)
+            self.vocabulary = min(tokenizer_size(self._path) or model_vocabulary, model_vocabulary)
         if self.vocabulary > model_vocabulary:
             raise ConfigError(f"vocabulary = {self.vocabulary} exceeds the model's {model_vocabulary} ids")
         build = asyncio.create_task(asyncio.to_thread(self._build, self.vocabulary < model_vocabulary))
@@ -183,12 +157,13 @@ class Engine:
     async def close(self) -> None:
         """End the engine process; outstanding requests are answered with a retryable error."""
         await self._fail("closed")
-        llm, self._llm = self._llm, None
-        if llm is not None:
-            await asyncio.to_thread(_shut_down, llm)
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.wait([self._watcher], timeout=_CLOSE_S)
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            await _end_handler(llm)
+            await asyncio.to_thread(_shut_down, llm)
 
     async def run_until_dead(self) -> str:
         """Wait until the engine can serve no more; returns the reason."""
@@ -206,10 +181,10 @@ class Engine:
         for request in requests:
             if (caller, request.id) in self._pending:
                 continue
-            pending = _Pending(caller, request, deadline, self._finished)
-            problem = self._problem(request)
-            if problem:
-                self._refuse(pending, f"BadRequest: {problem}", retryable=False)
+            pending = Pending(caller, request, deadline, self._finished)
+            wrong = problem(request, self.vocabulary, self._max_model_len)
+            if wrong:
+                self._refuse(pending, f"BadRequest: {wrong}", retryable=False)
             elif not self.healthy:
                 self._refuse(pending, f"EngineFailed: {self.reason or 'not started'}", retryable=True)
             else:
@@ -268,7 +243,8 @@ class Engine:
             self._epoch = epoch
             if weights.version == self._version and weights.checksum == self._checksum:
                 return self._version
-            if same_history and self._loads and weights.version <= self._version:
+            first = not self._checksum  # version may equal the start's, whose checksum is unknown
+            if same_history and weights.version < self._version + (0 if first else 1):
                 raise WeightsFailed(
                     f"{self.name}: version {weights.version} after {self._version} in epoch {epoch}"
                 )
@@ -280,7 +256,11 @@ class Engine:
             return self._version
 
     async def checksums(self) -> dict[str, str]:
-        """Digest of every tensor of the live model, by worker and vLLM's parameter name."""
+        """Digest of every tensor of the live model, by worker and vLLM's parameter name.
+
+        On the CPU vLLM packs the linear layers into opaque kernels and leaves empty parameters, so
+        their digests are those of nothing: only embeddings and norms are covered there.
+        """
         async with asyncio.timeout(self._sync_timeout_s):
             workers = await self._llm.compute_weight_checksums()
         return {name: digest for worker in workers for name, digest in worker.items()}
@@ -312,8 +292,8 @@ class Engine:
             async with asyncio.timeout(self._sync_timeout_s):
                 await self._exchange(info, weights.version)
         except Exception as error:
-            if not await self._resume() or not await self._intact():
-                await self._fail(f"update to version {weights.version} broke off half way: {error}")
+            if not await self._resume() or not await self._unchanged():
+                await self._fail(f"update to version {weights.version} broke off half way: {error!r}")
             raise WeightsFailed(
                 f"{self.name} stays at version {self._version}, not {weights.version}: {error}"
             ) from error
@@ -354,10 +334,12 @@ class Engine:
             return False
         return True
 
-    async def _intact(self) -> bool:
+    async def _unchanged(self) -> bool:
+        """Do all workers still hold, whole, the weights that our version names?"""
         try:
             async with asyncio.timeout(self._sync_timeout_s):
-                return all(await self._llm.collective_rpc("springtide_weights_intact"))
+                loaded = await self._llm.collective_rpc("springtide_loaded")
+                return all(checksum == self._checksum for checksum in loaded)
         except Exception as error:
             _log.error("%s does not say whether its weights are whole: %r", self.name, error)
             return False
@@ -373,28 +355,7 @@ class Engine:
 
     # -- one request ------------------------------------------------------------------------
 
-    def _problem(self, request: Request) -> str:
-        """Why no generator can serve this request; empty when it is sound."""
-        prompt, sampling = ids(request.prompt), request.sampling
-        if len(prompt) == 0:
-            return "the prompt is empty"
-        if sampling.max_tokens < 1:
-            return f"max_tokens = {sampling.max_tokens}: must be at least 1"
-        if not 0 <= sampling.temperature < 100:
-            return f"temperature = {sampling.temperature}: must be 0 (greedy) or positive, below 100"
-        if len(prompt) + sampling.max_tokens > self._max_model_len:
-            return (
-                f"{len(prompt)} prompt ids + max_tokens {sampling.max_tokens} exceed {self._max_model_len}"
-            )
-        for what, low, high in (
-            ("prompt", int(prompt.min()), int(prompt.max())),
-            ("stop", min(sampling.stop_ids, default=0), max(sampling.stop_ids, default=0)),
-        ):
-            if low < 0 or high >= self.vocabulary:
-                return f"{what} id {low if low < 0 else high} is outside [0, {self.vocabulary})"
-        return ""
-
-    async def _enter(self, pending: _Pending) -> None:
+    async def _enter(self, pending: Pending) -> None:
         """Hand a checked request to the engine core."""
         self._serial += 1
         request, llm = pending.request, self._llm
@@ -408,7 +369,7 @@ class Engine:
             if self._pending.pop((pending.caller, request.id), None) is not None:
                 self._refuse(pending, f"EngineFailed: {error!r}", retryable=True)
 
-    def _core_request(self, pending: _Pending) -> Any:
+    def _core_request(self, pending: Pending) -> Any:
         request = pending.request
         sampling = msgspec.structs.replace(request.sampling, seed=None)
         template = self._templates.get(sampling)
@@ -453,60 +414,23 @@ class Engine:
             supported_tasks=("generate",),
         ).sampling_params
 
-    def _finished(self, pending: _Pending, output: Any) -> None:
-        """A result from vLLM: turn it into a completion in its caller's mailbox."""
+    def _finished(self, pending: Pending, output: Any) -> None:
+        """A result from vLLM: into its caller's mailbox."""
         if self._pending.pop((pending.caller, pending.request.id), None) is None:
             return
-        if isinstance(output, Exception):
-            self._refuse(pending, f"EngineFailed: {output!r}", retryable=True)
-            return
-        sample = output.outputs[0]
-        stop = _STOPS.get(sample.finish_reason)
-        chosen = list(sample.token_ids)
-        logprobs = np.array([step[i].logprob for i, step in zip(chosen, sample.logprobs, strict=True)])
-        spans = tuple(VersionSpan(int(s.version), s.start, s.end) for s in sample.weight_versions or ())
-        if stop is None:
-            self._refuse(pending, f"EngineFailed: ended by {sample.finish_reason!r}", retryable=True)
-        elif max(chosen) >= self.vocabulary or not np.isfinite(logprobs).all():
-            self._refuse(pending, "EngineFailed: sampled a padded id or a non-finite log-prob", retryable=True)
-        else:
-            self._count(pending, output, len(chosen))
-            start, end = self._times(pending, output)
-            self._boxes.put(
-                pending.caller,
-                Completion(
-                    id=pending.request.id,
-                    output=pack_ids(chosen),
-                    logprobs=pack_floats(logprobs),
-                    versions=spans,
-                    stop=stop,
-                    cached_tokens=output.num_cached_tokens or 0,
-                    t_start=start,
-                    t_end=end,
-                    generator=self.name,
-                ),
-            )
+        completion = completed(pending, output, self.vocabulary, self.name)
+        if not completion.error:
+            self._busy.add(completion.t_start, completion.t_end)
+            if pending.caller != _WARM_UP:
+                self._tokens += len(output.outputs[0].token_ids)
+                self._prompt_tokens += len(output.prompt_token_ids)
+                self._cached_tokens += completion.cached_tokens
+        self._boxes.put(pending.caller, completion)
 
-    def _count(self, pending: _Pending, output: Any, tokens: int) -> None:
-        if pending.caller != _WARM_UP:
-            self._tokens += tokens
-            self._prompt_tokens += len(output.prompt_token_ids)
-            self._cached_tokens += output.num_cached_tokens or 0
+    def _refuse(self, pending: Pending, error: str, *, retryable: bool) -> None:
+        self._boxes.put(pending.caller, refused(pending.request, error, self.name, retryable=retryable))
 
-    def _times(self, pending: _Pending, output: Any) -> tuple[float, float]:
-        """(first scheduled, last token), the core's monotonic clock moved to the epoch."""
-        metrics, offset = output.metrics, time.time() - time.monotonic()
-        start, end = pending.submitted, time.time()
-        if metrics is not None and metrics.scheduled_ts:
-            start, end = metrics.scheduled_ts + offset, metrics.last_token_ts + offset
-        self._busy.add(start, end)
-        return start, end
-
-    def _refuse(self, pending: _Pending, error: str, *, retryable: bool) -> None:
-        refusal = Completion(id=pending.request.id, generator=self.name, error=error, retryable=retryable)
-        self._boxes.put(pending.caller, refusal)
-
-    async def _withdraw(self, group: list[_Pending]) -> None:
+    async def _withdraw(self, group: list[Pending]) -> None:
         """Take requests back from the core without an answer."""
         for pending in group:
             pending.withdrawn = True
@@ -559,12 +483,12 @@ class Engine:
                 for n in range(size)
             ]
             await self.submit(_WARM_UP, batch)
-            for _ in batch:
+            answered = 0
+            while answered < size:
                 for completion in await self.collect(_WARM_UP, self._config.start_timeout_s):
+                    answered += 1
                     if completion.error:
                         raise EngineFailed(f"warm-up failed: {completion.error}")
-                if not any(caller == _WARM_UP for caller, _ in self._pending):
-                    break
         await self._llm.reset_prefix_cache()
         self._busy.drain()
 
@@ -639,6 +563,8 @@ def _set_environment(config: GeneratorConfig) -> None:
     )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve the other processes
     if config.enforce_eager:
         # The sampler's helpers would still be compiled at the first request: 20 s for nothing.
         os.environ["TORCH_COMPILE_DISABLE"] = "1"
@@ -655,24 +581,6 @@ def _owned() -> Iterator[None]:
         del os.environ[variable]
 
 
-def _check_folder(path: Path) -> int:
-    """The model's vocabulary size. Raises ConfigError when ``path`` is not a usable model folder."""
-    if not path.is_dir():
-        raise ConfigError(f"model folder {path} does not exist")
-    if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
-        raise ConfigError(f"model folder {path} lacks config.json or *.safetensors")
-    return int(msgspec.json.decode((path / "config.json").read_bytes())["vocab_size"])
-
-
-def _tokenizer_size(path: Path) -> int:
-    """Highest token id + 1 of the folder's ``tokenizer.json``, or 0 without one."""
-    if not (path / "tokenizer.json").is_file():
-        return 0
-    from tokenizers import Tokenizer
-
-    return 1 + max(Tokenizer.from_file(str(path / "tokenizer.json")).get_vocab().values())
-
-
 def _update_info(backend: str, weights: Weights) -> dict[str, Any]:
     """What the worker needs. With NCCL, ``location`` is the trainer's JSON: names, dtypes, shapes."""
     if backend == "nccl":
@@ -685,12 +593,24 @@ def _update_info(backend: str, weights: Weights) -> dict[str, Any]:
     return {"location": str(path.resolve()), "checksum": weights.checksum}
 
 
+async def _end_handler(llm: Any) -> None:
+    """End the task that reads results; it would report the engine's orderly end as a crash."""
+    handler = llm.output_handler
+    if handler is not None:
+        handler.cancel()
+        await asyncio.wait([handler], timeout=_CLOSE_S)
+
+
 def _shut_down(llm: Any) -> None:
     llm.shutdown(timeout=_CLOSE_S)
+    llm.shutdown = _nothing  # __del__ calls it again, at interpreter exit with noise
+
+
+def _nothing() -> None:
+    """In the place of a shutdown that is done."""
 
 
 def _shut_down_late(build: "asyncio.Task[Any]") -> None:
     """The engine came up after its start had been given up."""
     if not build.cancelled() and build.exception() is None:
-        sys.stderr.flush()
-        build.result().shutdown(timeout=_CLOSE_S)
+        _shut_down(build.result())

@@ -1,7 +1,7 @@
 """Ray shells of the generator and the env worker, and the generator's port as others see it.
 
 Records travel as msgpack bytes, many per call. A shell turns calls into method calls; it decides
-nothing. ``run`` lasts as long as the component; when it cannot go on, the process exits and
+nothing. Actors find each other by name, since the process of any of them may be replaced. ``run`` lasts as long as the component; when it cannot go on, the process exits and
 its supervisor starts another.
 """
 
@@ -148,8 +148,6 @@ class EnvWorkerActor:
         url: str,
         run_id: str,
         log_folder: str,
-        controller: Any,
-        generators: dict[str, Any],
     ) -> None:
         self.config: Config = build(tree)
         self.model = model
@@ -157,8 +155,6 @@ class EnvWorkerActor:
         self.url = url
         self.run_id = run_id
         self.log_folder = Path(log_folder)
-        self.controller = controller
-        self.generators = generators
         self.worker: Worker | None = None
 
     async def run(self) -> None:
@@ -167,7 +163,7 @@ class EnvWorkerActor:
         pool = EnvPool(builder(config.env.name, config.env.params), config.env, config.env.slots)
         queue = RedisQueue(self.url, prefix=config.queue.prefix, run=self.run_id)
         caller = f"{self.name}-{uuid.uuid4().hex[:8]}"
-        router = Router(caller, config.generator, lambda name: RemoteGenerator(self.generators[name]))
+        router = Router(caller, config.generator, lambda name: RemoteGenerator(ray.get_actor(name)))
         try:
             await pool.start()
             self.worker = Worker(
@@ -177,7 +173,7 @@ class EnvWorkerActor:
                 router,
                 pool,
                 Tokenizer(self.model, config.model.template),
-                _ControllerPort(self.controller),
+                _ControllerPort(ray.get_actor("controller")),
                 folder=self.log_folder,
                 reward=Reward(config.reward.weights),
                 seeded=config.generator.seeded,

@@ -53,7 +53,7 @@ class FileUpdate(WeightTransferUpdateInfo):
     checksum: str
 
 
-class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):  # type: ignore[misc]
+class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
     """Loads a whole model from one file on a filesystem that both sides see."""
 
     init_info_cls = FileInit
@@ -62,7 +62,7 @@ class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):  # type: ignore[
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.intact = True  # False from the first loaded tensor until the last
+        self.loaded: str | None = ""  # checksum of the last update; None while half loaded
         self._tied = bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False))
         self._parameters = {name for name, _ in self.model.named_parameters()}
         self._expected = self._shapes(
@@ -86,7 +86,7 @@ class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):  # type: ignore[
     def receive_weights(self, update_info: FileUpdate) -> None:
         """Verify, then load. Raises ValueError or OSError with the model as it was before.
 
-        RuntimeError after loading began leaves ``intact`` False: the engine must be replaced.
+        RuntimeError after loading began leaves ``loaded`` None: the engine must be replaced.
         """
         path = Path(update_info.location)
         with path.open("rb") as file:
@@ -98,14 +98,14 @@ class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):  # type: ignore[
             raise ValueError(f"{path} has checksum {found}, published as {update_info.checksum}")
         entries = read_entries(view)
         self._compare(self._shapes(entries))
-        self.intact = False
+        self.loaded = None
         initialize_layerwise_reload(self.model)
         loaded = self.model.load_weights(_tensors(entries, view))
         finalize_layerwise_reload(self.model, self.model_config)
         missing = self._parameters - set(loaded) if loaded is not None else set()
         if missing - ({_TIED} if self._tied else set()):
             raise RuntimeError(f"no weights arrived for {_some(missing)}")
-        self.intact = True
+        self.loaded = found
 
     def _shapes(self, entries: Any) -> dict[str, tuple[int, ...]]:
         return {
@@ -131,12 +131,16 @@ class WorkerExtension:
 
     weight_transfer_engine: Any
 
-    def springtide_weights_intact(self) -> bool:
-        """False when an update failed half way."""
-        return bool(getattr(self.weight_transfer_engine, "intact", True))
+    def springtide_loaded(self) -> str | None:
+        """Checksum of the weights now live ("" before the first update), None if they are not whole.
+
+        Always None for a transfer that does not keep account of it (NCCL).
+        """
+        loaded: str | None = getattr(self.weight_transfer_engine, "loaded", None)
+        return loaded
 
 
-class PaddedIdsMask(LogitsProcessor):  # type: ignore[misc]
+class PaddedIdsMask(LogitsProcessor):
     """Ids of an embedding that is padded beyond the tokenizer are never sampled.
 
     Applied before the log-probs are computed, so these are normalised over the real ids;

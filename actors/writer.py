@@ -2,11 +2,14 @@
 
 import asyncio
 import json
+import logging
 import time
 from pathlib import Path
 
 from cluster.ports import Queue
 from cluster.types import End, Order, Segment
+
+_log = logging.getLogger(__name__)
 
 
 class SegmentWriter:
@@ -19,6 +22,7 @@ class SegmentWriter:
 
     def __init__(self, queue: Queue, window_s: float = 0.005, most: int = 512) -> None:
         self.appends = 0
+        self.refused = 0  # batches with segments of groups that the queue does not know
         self._queue = queue
         self._window_s = window_s
         self._most = most
@@ -44,7 +48,12 @@ class SegmentWriter:
             self._wake.clear()
             while self._waiting:
                 batch = self._waiting[: self._most]
-                await self._queue.append(batch)
+                try:
+                    await self._queue.append(batch)
+                except KeyError as error:
+                    # Groups that the queue no longer knows; the rest of the batch has been stored.
+                    self.refused += 1
+                    _log.warning("segments of unknown groups are left out: %s", error)
                 self.appends += 1
                 del self._waiting[: len(batch)]
 

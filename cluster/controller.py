@@ -277,7 +277,7 @@ class Controller:
         while True:
             orders += await self._take(pull, free - sum(len(o.members) for o in orders))
             left = deadline - time.monotonic()
-            if orders or self._stopping or left <= 0 or self.epoch != first_epoch:
+            if orders or free <= 0 or self._stopping or left <= 0 or self.epoch != first_epoch:
                 break
             async with self._changed:
                 with contextlib.suppress(TimeoutError):

@@ -249,6 +249,7 @@ class RedisQueue:
     ) -> None:
         self._base = f"{{{prefix}:{run}}}:"
         self._link = _Link(url, self._base, replay_s, deadline_s, first_s)
+        self._block_s = min(BLOCK_S, deadline_s / 2, first_s / 2)  # waiting is not a lost server
         self._handed: set[str] = set()  # claimed groups that this object gave to its caller
         self._certain: set[str] = set()  # consumers whose every delivery reached this object
 
@@ -351,7 +352,7 @@ class RedisQueue:
         deadline = time.monotonic() + wait_s
         while True:
             left = deadline - time.monotonic()
-            block = ("BLOCK", max(1, int(1000 * min(left, BLOCK_S)))) if left > 0 else ()
+            block = ("BLOCK", max(1, int(1000 * min(left, self._block_s)))) if left > 0 else ()
             self._certain.discard(consumer)  # until the reply is here
             groups = await self._deliver(consumer, ">", ("COUNT", count, *block))
             self._certain.add(consumer)

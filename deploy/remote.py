@@ -26,11 +26,10 @@ class ControllerActor:
     arrive earlier wait for it.
     """
 
-    def __init__(self, tree: dict[str, Any], url: str, folder: str, generators: dict[str, Any]) -> None:
+    def __init__(self, tree: dict[str, Any], url: str, folder: str) -> None:
         self.config: Config = build(tree)
         self.folder = RunFolder(folder)
         self.url = url
-        self.handles = generators
         self._started = asyncio.Event()
         self._controller: Controller | None = None
         self._sink: RaySink | None = None
@@ -40,7 +39,8 @@ class ControllerActor:
         env = self.config.env
         tasks = build_tasks(env.name, env.params, self.config.run.seed)
         queue = RedisQueue(self.url, prefix=self.config.queue.prefix, run=self.folder.run_id)
-        ports = {name: RemoteGenerator(handle) for name, handle in self.handles.items()}
+        names = [f"generator-{i}" for i in range(self.config.generator.replicas)]
+        ports = {name: RemoteGenerator(ray.get_actor(name)) for name in names}
         trace = Trace(self.folder.trace, "controller")
         controller = Controller(self.config, queue, tasks.task, ports, trace)
         try:

@@ -166,27 +166,19 @@ class Job:
             self.handles[name] = handle
             return handle
 
-        generators = {
-            f"generator-{i}": make(RemoteGeneratorActor, f"generator-{i}", tree, model, f"generator-{i}", i)
-            for i in range(config.generator.replicas)
-        }
-        weights = str(folder.weights)
-        learners = [
-            make(RemoteLearner, f"learner-{i}", tree, model, i, folder.run_id, weights)
-            for i in range(config.learner.ranks)
-        ]
-        scorers = [
+        for i in range(config.generator.replicas):
+            make(RemoteGeneratorActor, f"generator-{i}", tree, model, f"generator-{i}", i)
+        for i in range(config.learner.ranks):
+            make(RemoteLearner, f"learner-{i}", tree, model, i, folder.run_id, str(folder.weights))
+        for i in range(config.scorer.replicas):
             make(RemoteScorer, f"scorer-{i}", tree, model, max_task_retries=-1)
-            for i in range(config.scorer.replicas)
-        ]
-        controller = make(RemoteController, "controller", tree, url, str(folder.path), generators)
+        make(RemoteController, "controller", tree, url, str(folder.path))
         for i in range(config.env.workers):
-            make(RemoteEnvWorker, f"worker-{i}", tree, model, f"worker-{i}", url, folder.run_id,
-                 str(folder.workers), controller, generators)  # fmt: skip
+            name = f"worker-{i}"
+            make(RemoteEnvWorker, name, tree, model, name, url, folder.run_id, str(folder.workers))
         paths = {"run": folder.path, "trace": folder.trace, "checkpoints": folder.checkpoints,
-                 "metrics": folder.metrics, "record": folder.record}
-        make(RemoteFeeder, "feeder", tree, url, {k: str(p) for k, p in paths.items()},
-             controller, learners, scorers)  # fmt: skip
+                 "metrics": folder.metrics, "record": folder.record}  # fmt: skip
+        make(RemoteFeeder, "feeder", tree, url, {k: str(p) for k, p in paths.items()})
 
     def _supervise(self, supervisor: Supervisor) -> None:
         for name, handle in self.handles.items():

@@ -1,8 +1,9 @@
 """Keeps the job's actors running: a component that ends, even cleanly, is an event.
 
 Every actor has a ``run`` method that lasts as long as the job. When its process dies Ray starts
-a new one under the same handle, and ``run`` is called again after a pause that grows; an actor
-that keeps dying, or whose ``run`` raises, ends the job with its name and cause.
+a new one under the same handle, and ``run`` is called again after a pause that grows, as it is
+when ``run`` raises. A start that fails, and a component that fails too often in a row, end the job
+with its name and cause.
 """
 
 import asyncio
@@ -13,10 +14,13 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from cluster.errors import SpringtideError
+from cluster.errors import ConfigError, SpringtideError
 
 CALM_S = 60.0
 """An actor that ran this long is healthy again: its restart count starts anew."""
+
+SETTLED_S = 5.0
+"""A ``run`` that raises before this on its first start is a start-up error: the job ends at once."""
 
 BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 
@@ -37,6 +41,7 @@ class Supervisor:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
+        self._ran: set[str] = set()
 
     def watch(self, name: str, handle: Any, *arguments: Any) -> None:
         """Call ``handle.run(*arguments)`` now and again after each death."""
@@ -79,6 +84,8 @@ class Supervisor:
         in_a_row = 0
         while not self._stopping:
             begun = time.monotonic()
+            first = name not in self._ran
+            settled = asyncio.get_running_loop().call_later(SETTLED_S, self._ran.add, name)
             try:
                 value = await handle.run.remote(*arguments)
                 if result is not None and not result.done():
@@ -87,10 +94,14 @@ class Supervisor:
                     return
                 cause = "its run ended although the job goes on"
             except RayTaskError as error:
-                self._fail(name, f"{error.cause!r}" if error.cause else str(error))
-                return
+                cause = f"{type(error.cause).__name__}: {error.cause}" if error.cause else str(error)
+                if first or isinstance(error.cause, ConfigError):
+                    self._fail(name, cause)
+                    return
             except RayActorError as error:
                 cause = str(error).splitlines()[0] if str(error) else type(error).__name__
+            finally:
+                settled.cancel()
             in_a_row = 1 if time.monotonic() - begun > CALM_S else in_a_row + 1
             self.restarts[name] = self.restarts.get(name, 0) + 1
             self.on_event("component_died", {"component": name, "cause": cause, "in_a_row": in_a_row})

@@ -50,6 +50,7 @@ class View:
         self._last_line = float("-inf")
         self._live: Live | None = None
         self._last_step = -1
+        self._last_printed = -1
 
     def __enter__(self) -> Self:
         self._console.print(Text(self._title, style="bold"))
@@ -89,10 +90,11 @@ class View:
                 self._live = Live(console=self._console, refresh_per_second=4, transient=True)
                 self._live.start()
             self._live.update(self._panel(now))
-        elif now - self._last_line >= LINE_EVERY_S or step >= int(self._state["steps"]):
-            if now - self._last_line >= 0.5:  # the last step is reported more than once
-                self._console.print(self._line(now), highlight=False, soft_wrap=True)
-            self._last_line = now
+        elif now - self._last_line >= LINE_EVERY_S or (
+            step >= int(self._state["steps"]) and step != self._last_printed
+        ):
+            self._console.print(self._line(now), highlight=False, soft_wrap=True)
+            self._last_line, self._last_printed = now, step
 
     def stop(self) -> None:
         """Take the panel away; a second call does nothing."""

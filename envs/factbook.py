@@ -1,8 +1,9 @@
 """Reading a value off a passage of the CIA World Factbook: real text, one turn, checked answers.
 
-The observation shows three to six facts about one place and asks for one of them. ``success``
-is 1 when the reply names the right value and no other value of the passage (copying the passage
-is no answer); ``format``, reported apart, is 1 when the reply is one short line.
+The observation shows the same few facts about two places and asks for one of the values, so the
+reader must match both the place and the fact. ``success`` is 1 when the reply names the right
+value and no other value of the passage (copying the passage is no answer); ``format``, reported
+apart, is 1 when the reply is one short line.
 """
 
 import hashlib
@@ -20,7 +21,8 @@ from envs.base import Env, StepResult, TaskSet
 MAX_ANSWER_WORDS = 12  # of a reply in good format
 MAX_VALUE_WORDS = 4
 _EVAL_SHARE = 5  # every fifth place, by the hash of its code, is kept for evaluation
-_PASSAGE_CHARS = 320  # about 120 tokens
+_MAX_VALUE_CHARS = 40
+_RICH = 7  # facts that a place must have in a topic for the topic to be used: neighbours share enough
 
 # topic -> {label: path in the Factbook}; a passage shows facts of one topic.
 TOPICS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -117,19 +119,22 @@ class Factbook(Env):
 class FactbookTasks(TaskSet):
     """A task per (place, topic, fact), in an order drawn from ``seed``; places are split by hash.
 
-    An index past the end goes round again with other neighbouring facts in the passage.
+    An index past the end goes round again with other facts and another second place.
     """
 
-    def __init__(self, facts: int = 5, seed: int = 0) -> None:
-        """``facts`` in a passage, 3 to 6. Reads the installed Factbook (0.2 s)."""
-        if not 3 <= facts <= 6:
-            raise ConfigError(f"env.params.facts = {facts!r}: must lie in 3..6")
-        self._facts, self._seed = facts, seed
+    def __init__(self, facts: int = 3, places: int = 2, seed: int = 0) -> None:
+        """``facts`` (2 to 6) shown about each of ``places`` (1 to 3). Reads the Factbook (0.3 s)."""
+        for name, value, low, high in (("facts", facts, 2, 6), ("places", places, 1, 3)):
+            if not low <= value <= high:
+                raise ConfigError(f"env.params.{name} = {value!r}: must lie in {low}..{high}")
+        self._facts, self._shown, self._seed = facts, places, seed
         self._places = load_places()
+        self._codes: dict[str, list[str]] = {split: [] for split in self.splits}
         self._keys: dict[str, list[tuple[str, str, str]]] = {split: [] for split in self.splits}
         for code, place in self._places.items():
+            self._codes[split_of(code)].append(code)
             for topic, values in place["topics"].items():
-                if len(values) >= facts:
+                if len(values) >= _RICH:
                     self._keys[split_of(code)] += [(code, topic, label) for label in values]
         for split, keys in self._keys.items():
             random.Random(f"{seed}/{split}").shuffle(keys)
@@ -140,20 +145,39 @@ class FactbookTasks(TaskSet):
             raise ValueError(f"no task {index} in split {split!r} (splits: {', '.join(self.splits)})")
         keys = self._keys[split]
         code, topic, label = keys[index % len(keys)]
-        place = self._places[code]
-        values: dict[str, str] = place["topics"][topic]
         rng = random.Random(f"{self._seed}/{split}/{index}")
-        shown = [label, *rng.sample([other for other in values if other != label], self._facts - 1)]
-        rng.shuffle(shown)
-        lines = [f"{other[0].upper()}{other[1:]}: {values[other]}" for other in shown]
+        chosen, labels = self._neighbours(rng, self._codes[split], code, topic, label)
+        rng.shuffle(chosen)
+        rng.shuffle(labels)
+        blocks, others = [], []
+        for other in chosen:
+            values = self._places[other]["topics"][topic]
+            lines = [f"{each[0].upper()}{each[1:]}: {values[each]}" for each in labels]
+            blocks.append("\n".join([f"Facts about {self._places[other]['name']}:", *lines]))
+            others += [key_of(values[each]) for each in labels if (other, each) != (code, label)]
+        place = self._places[code]
         data = {
-            "passage": "\n".join([f"Facts about {place['name']}:", *lines]),
+            "passage": "\n".join(blocks),
             "question": f"What is the {label} of {place['name']}? Answer with the value only.",
-            "answer": key_of(values[label]),
-            "others": [key_of(values[other]) for other in shown if other != label],
-            "place": code,
+            "answer": key_of(place["topics"][topic][label]),
+            "others": others,
+            "places": chosen,
         }
         return Task(id=f"{split}-{index}", env="factbook", seed=index, data=data)
+
+    def _neighbours(
+        self, rng: random.Random, codes: list[str], code: str, topic: str, label: str
+    ) -> tuple[list[str], list[str]]:
+        """Other places of the split, drawn until enough share ``label`` and further facts."""
+        chosen, labels = [code], set(self._places[code]["topics"][topic])
+        for other in rng.sample(codes, len(codes)):
+            if len(chosen) == self._shown:
+                break
+            shared = labels & self._places[other]["topics"][topic].keys()
+            if other != code and label in shared and len(shared) >= self._facts:
+                chosen.append(other)
+                labels = shared
+        return chosen, [label, *rng.sample(sorted(labels - {label}), self._facts - 1)]
 
     def size(self, split: str) -> int:
         """Number of (place, topic, fact) triples."""
@@ -161,7 +185,8 @@ class FactbookTasks(TaskSet):
 
     def fingerprint(self) -> str:
         """Hash of every value in use and of the settings."""
-        raw = json.dumps([self._facts, self._seed, self._places], sort_keys=True).encode()
+        settings = [self._facts, self._shown, self._seed]
+        raw = json.dumps([settings, self._places], sort_keys=True).encode()
         return f"factbook-1/{hashlib.blake2b(raw, digest_size=8).hexdigest()}"
 
 
@@ -212,7 +237,7 @@ def _usable(value: str, name: str) -> bool:
     words = value.split()
     return (
         0 < len(words) <= MAX_VALUE_WORDS
-        and len(value) <= _PASSAGE_CHARS // 8
+        and len(value) <= _MAX_VALUE_CHARS
         and value.lower() not in {"na", "n/a", "none", "no", "yes"}
         and value.lower() != name.lower()
         and bool(tokens(value))

@@ -29,7 +29,8 @@ from cluster.errors import EnvFailed, EnvTimeout
 from cluster.types import Task
 from envs.base import StepResult
 from envs.child import SPENT, Answer, Ask
-from envs.process import Process, ZygoteClient
+from envs.launcher import ZygoteClient
+from envs.process import Process
 from envs.registry import EnvBuilder
 
 ACQUIRE_TIMEOUT_S = 600.0

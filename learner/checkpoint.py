@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from cluster.config import Config
 from cluster.errors import CheckpointDamaged
 from learner.export import export_hf
-from learner.manifest import MANIFEST, checkpoints, digest
+from learner.manifest import MANIFEST, checkpoints, digest, step_of
 from learner.mesh import Place
 from learner.model import parameter_name
 
@@ -69,31 +69,38 @@ def save_checkpoint(
     Hugging Face folder ``hf`` beside its config and tokenizer. Saving a step again replaces it.
     Raises CheckpointDamaged when writing fails; the earlier checkpoints are untouched.
     """
+    state = tensors_of(model, optimizer)
     final = root / f"step-{meta.step:06d}"
     part = root / f".step-{meta.step:06d}.part"
     chief = place.rank == 0
-    if chief:
-        shutil.rmtree(part, ignore_errors=True)
-        (part / "rng").mkdir(parents=True)
-    dist.barrier()
     try:
-        save_tensors(tensors_of(model, optimizer), checkpoint_id=part / "state")
+        if chief:
+            shutil.rmtree(part, ignore_errors=True)
+            (part / "rng").mkdir(parents=True)
+        dist.barrier()
+        save_tensors(state, checkpoint_id=part / "state")
+        (part / "rng" / f"rank-{place.rank}.msgpack").write_bytes(_random_state())
+        if source is not None:
+            export_hf(model, part / "hf", source, torch.float32, chief)
+        dist.barrier()
+        if chief:
+            (part / "meta.msgpack").write_bytes(msgspec.msgpack.encode(meta))
+            _write_manifest(part)
+            _move_into_place(part, final)
+            _prune(root, meta.step, keep)
+        dist.barrier()
     except (CheckpointException, OSError, RuntimeError) as error:
         raise CheckpointDamaged(f"writing {part} failed: {error}") from error
-    (part / "rng" / f"rank-{place.rank}.msgpack").write_bytes(_random_state())
-    if source is not None:
-        export_hf(model, part / "hf", source, torch.float32, chief)
-    dist.barrier()
-    if chief:
-        (part / "meta.msgpack").write_bytes(msgspec.msgpack.encode(meta))
-        _write_manifest(part)
-        if final.exists():  # a step that was executed again; the sweep below removes it
-            final.rename(root / f".step-{meta.step:06d}.replaced.part")
-        part.rename(final)
-        _sync(root)
-        _prune(root, keep)
-    dist.barrier()
     return final
+
+
+def _move_into_place(part: Path, final: Path) -> None:
+    if final.exists():  # a step that was executed again
+        replaced = final.with_name(f".{final.name}.replaced.part")
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+    part.rename(final)
+    _sync(final.parent)
 
 
 def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, place: Place) -> Meta:
@@ -159,9 +166,13 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _prune(root: Path, keep: int) -> None:
-    for folder in checkpoints(root)[max(1, keep) :]:
-        shutil.rmtree(folder)
+def _prune(root: Path, newest: int, keep: int) -> None:
+    """Keep the last ``keep`` up to ``newest``. Later ones are of a history that was given up."""
+    found = checkpoints(root)
+    kept = [folder for folder in found if step_of(folder) <= newest][: max(1, keep)]
+    for folder in found:
+        if folder not in kept:
+            shutil.rmtree(folder)
     for rest in root.glob(".step-*.part"):
         shutil.rmtree(rest)
 

@@ -18,6 +18,7 @@ from cluster.staleness import lag
 from cluster.types import Group, StepRecord
 
 CLAIM_WAIT_S = 0.25
+STOP_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Feed:
         self._arrived = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._taken: set[str] = set()
+        self._stopping = False
 
     async def start(self, planned: set[str]) -> None:
         """Take over what an earlier feeder had claimed (but not ``planned`` groups); begin."""
@@ -67,14 +69,19 @@ class Feed:
         self._task = asyncio.create_task(self._gather())
 
     async def stop(self) -> None:
-        """End the background task."""
-        if self._task is not None:
+        """End the background task: it looks at the flag between claims, and is cancelled if late."""
+        self._stopping = True
+        if self._task is None:
+            return
+        for _ in range(2):
+            done, _ = await asyncio.wait({self._task}, timeout=STOP_S)
+            if done:
+                break
             self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
 
     async def _gather(self) -> None:
         most = 2 * self.config.capacity + self.config.run.groups_per_step
-        while True:
+        while not self._stopping:
             room = most - len(self._ready)
             if room <= 0:
                 await asyncio.sleep(CLAIM_WAIT_S)

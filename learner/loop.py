@@ -15,7 +15,6 @@ a damaged newest checkpoint costs time and nothing else.
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from cluster.config import Config

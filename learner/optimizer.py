@@ -63,10 +63,10 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     Shards partition each parameter, so squares simply add up. A parameter without a gradient
     counts as zero. Collective: every rank must call it.
     """
-    shards = [local(p.grad) for p in parameters if p.grad is not None]
-    shards = [g for g in shards if g.numel()]
-    device = shards[0].device if shards else torch.device("cpu")
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    owned = list(parameters)
+    shards = [local(p.grad) for p in owned if p.grad is not None]
+    shards = [g for g in shards if g.numel()]  # a rank beyond a parameter's rows holds an empty shard
+    total = torch.zeros((), dtype=torch.float64, device=owned[0].device)
     if shards:
         norms = torch._foreach_norm(shards)
         total = torch.stack(norms).double().square().sum()

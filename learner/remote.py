@@ -143,10 +143,16 @@ class ScorerActor:
         self._scorer = ReferenceScorer(
             config.scorer.path or model, config.learner.dtype, config.scorer.threads
         )
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="scorer")
 
-    def score(self, batch: RankBatch) -> Signal:
+    async def run(self) -> None:
+        """A scorer has no loop of its own; it lives until it is ended."""
+        await asyncio.Event().wait()
+
+    async def score(self, batch: RankBatch) -> Signal:
         """Reference log-probs of a rank's rows."""
-        return self._scorer.score(batch)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self._scorer.score, batch)
 
     def pid(self) -> int:
         """Process id (for fault injection)."""
@@ -161,20 +167,17 @@ class FeederActor:
         tree: dict[str, Any],
         url: str,
         folder: dict[str, str],
-        controller: Any,
-        ranks: list[Any],
-        scorers: list[Any],
     ) -> None:
         self.config: Config = build(tree)
         self.url = url
         self.folder = {name: Path(path) for name, path in folder.items()}
-        self.controller = controller
-        self.ranks = ranks
-        self.scorers = scorers
 
     async def run(self) -> int:
         """Train to the end; returns the final version."""
         config = self.config
+        self.controller = ray.get_actor("controller")
+        self.ranks = [ray.get_actor(f"learner-{i}") for i in range(config.learner.ranks)]
+        self.scorers = [ray.get_actor(f"scorer-{i}") for i in range(config.scorer.replicas)]
         queue = RedisQueue(self.url, prefix=config.queue.prefix, run=self.folder["run"].name)
         trace = Trace(self.folder["trace"], "feeder")
         port = _ControllerPort(self.controller)

@@ -165,11 +165,21 @@ def test_old_checkpoints_go_and_leftovers_are_swept(model: Path, tmp_path: Path)
     assert latest_valid(tmp_path) is None and latest_valid(tmp_path / "absent") is None
     config = make_config(model, run={"keep_checkpoints": 2})
     with single_rank(config, model) as rank:
-        for version in (1, 2, 3, 3):
+        for version, left in ((1, [1]), (2, [1, 2]), (3, [2, 3]), (3, [2, 3]), (2, [2]), (4, [2, 4])):
             rank.version = version
             rank.save(str(tmp_path), {"version": version}, export=False)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000002", "step-000003"]
-    assert not verify(tmp_path / "step-000003")
+            assert sorted(p.name for p in tmp_path.iterdir()) == [f"step-{v:06d}" for v in left]
+            assert not verify(tmp_path / f"step-{version:06d}")
+
+
+def test_disk_that_refuses_leaves_the_earlier_checkpoint(model: Path, tmp_path: Path) -> None:
+    with single_rank(make_config(model), model) as rank:
+        rank.save(str(tmp_path), {}, export=False)
+        (tmp_path / ".step-000001.part").write_text("in the way")
+        rank.version = 1
+        with pytest.raises(CheckpointDamaged, match="writing"):
+            rank.save(str(tmp_path), {}, export=False)
+    assert latest_valid(tmp_path) == tmp_path / "step-000000"
 
 
 def test_exported_folder_is_a_model(model: Path, two_checkpoints: Path) -> None:
@@ -188,6 +198,7 @@ def test_fingerprint_follows_the_configuration(model: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_state_is_bit_equal_through_a_chain_of_world_sizes(tmp_path: Path) -> None:
     """Some parameters have 2 rows, so on 3 ranks the last one holds an empty shard."""
     model = make_model(tmp_path / "m", head_dim=2, num_attention_heads=1, num_key_value_heads=1)

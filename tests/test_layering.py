@@ -24,6 +24,7 @@ ARROWS = {
 HOMES = {
     "ray": (
         "*/remote.py",
+        "deploy/local.py",
         "deploy/placement.py",
         "deploy/run.py",
         "deploy/supervise.py",

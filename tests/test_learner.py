@@ -110,6 +110,21 @@ def test_ratio_is_one_at_lag_zero(llama: Path, temperature: float) -> None:
     assert result.applied and result.metrics["grad_norm"] > 0
 
 
+def test_bfloat16_compute_keeps_fp32_weights_and_shared_arrays_are_only_read(llama: Path) -> None:
+    samples, advantage = make_samples()
+    batch = one_rank(with_behaviour(llama, samples), advantage)
+    for field in dataclasses.fields(batch):
+        if isinstance(value := getattr(batch, field.name), np.ndarray):
+            value.setflags(write=False)  # as the object store hands them out
+    results = []
+    for dtype in ("float32", "bfloat16"):
+        with single_rank(make_config(llama, learner={"dtype": dtype}), llama) as rank:
+            results.append(rank.step(batch, 1).metrics)
+            assert {p.dtype for p in rank.model.parameters()} == {torch.float32}
+    assert results[1]["grad_norm"] == pytest.approx(results[0]["grad_norm"], rel=0.1)
+    assert results[1]["max_abs_log_ratio_at_lag0"] > 10 * results[0]["max_abs_log_ratio_at_lag0"]
+
+
 def test_first_and_only_answer_token_is_learned(llama: Path) -> None:
     sample = make_sample(0, 4, 3)
     (sample,) = with_behaviour(llama, [sample])
@@ -348,7 +363,7 @@ def run_world(path: Path, world: int, folder: Path, job: str) -> dict:
         for rank in range(world)
     ]
     try:
-        errors = [process.communicate(timeout=90)[1] for process in processes]
+        errors = [process.communicate(timeout=200)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -358,6 +373,7 @@ def run_world(path: Path, world: int, folder: Path, job: str) -> dict:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_world_size_changes_neither_gradient_nor_loss(llama: Path, tmp_path: Path) -> None:
     one, two = (run_world(llama, world, tmp_path, "parity") for world in (1, 2))
     assert one["metrics"].keys() == two["metrics"].keys()

@@ -294,7 +294,7 @@ async def test_slots_resize_and_survive_cancelled_waiters() -> None:
 async def until(condition: Callable[[], bool], wait_s: float = 10.0) -> None:
     """Look again every few milliseconds; TimeoutError after ``wait_s``."""
     async with asyncio.timeout(wait_s):
-        while not condition():  # noqa: ASYNC110 - the code under test has no event for this
+        while not condition():
             await asyncio.sleep(0.003)
 
 

@@ -49,8 +49,9 @@ def config(backend: str, **changes: Any) -> EnvConfig:
 
 
 @asynccontextmanager
-async def opened(backend: str, size: int = 2, fresh: bool = False, namespaces: bool = True,
-                 **changes: Any) -> AsyncIterator[EnvPool]:
+async def opened(
+    backend: str, size: int = 2, fresh: bool = False, namespaces: bool = True, **changes: Any
+) -> AsyncIterator[EnvPool]:
     pool = EnvPool(EnvBuilder(FAULTY), config(backend, **changes), size, fresh=fresh, namespaces=namespaces)
     async with asyncio.timeout(25):
         await pool.start()
@@ -117,7 +118,7 @@ def ours() -> set[int]:
 
 async def until_gone(mark: str, limit_s: float) -> list[int]:
     deadline = time.monotonic() + limit_s
-    while (left := processes_with(mark)) and time.monotonic() < deadline:  # noqa: ASYNC110
+    while (left := processes_with(mark)) and time.monotonic() < deadline:
         await asyncio.sleep(0.02)
     return left
 
@@ -137,18 +138,18 @@ async def test_episodes_one_after_the_other_reuse_the_process(backend: str) -> N
 
 @backends
 async def test_hang_in_start_and_in_step_ends_that_process_only(backend: str) -> None:
-    async with opened(backend, start_timeout_s=1.0, step_timeout_s=0.4) as pool, episode(pool) as healthy:
+    async with opened(backend, start_timeout_s=3.0, step_timeout_s=0.5) as pool, episode(pool) as healthy:
         handle = await pool.acquire(5.0)
-        with pytest.raises(EnvTimeout, match="start took over 1 s"):
+        with pytest.raises(EnvTimeout, match="start took over 3 s"):
             await handle.start(Task(id="t", env=FAULTY, seed=0, data={"start": "sleep 60"}), 0)
         with pytest.raises(EnvFailed, match="failed"):
             await handle.step(["echo"])
         await handle.release()
         for action in ("sleep 60", "spin"):
             begin = time.monotonic()
-            with pytest.raises(EnvTimeout, match=r"step took over 0\.4 s"):
+            with pytest.raises(EnvTimeout, match=r"step took over 0\.5 s"):
                 await say(pool, action)
-            assert time.monotonic() - begin < 2.0
+            assert time.monotonic() - begin < 5.0
         assert (await healthy.step(["echo still"])).observation == "1 still"
         assert pool.stats().timeouts == 3
 
@@ -183,7 +184,8 @@ async def test_a_failure_is_named_and_the_process_replaced(backend: str) -> None
 @pytest.mark.parametrize("broken", ["raise", "hang"])
 async def test_a_constructor_that_fails_is_told_at_the_start(backend: str, broken: str) -> None:
     before = ours()
-    pool = EnvPool(EnvBuilder(FAULTY, {"broken": broken}), config(backend, start_timeout_s=1.0), 2)
+    limit_s = 1.0 if broken == "hang" else 8.0
+    pool = EnvPool(EnvBuilder(FAULTY, {"broken": broken}), config(backend, start_timeout_s=limit_s), 2)
     with pytest.raises(EnvFailed, match="KeyError: 'no such map'" if broken == "raise" else "took over 1 s"):
         await pool.start()
     assert ours() <= before
@@ -252,12 +254,18 @@ async def test_sandbox_shows_nothing_of_the_host(backend: str, tmp_path: Path, m
         async with opened(backend) as pool:
             assert (await say(pool, f"connect {port}")).startswith("refused")
             assert (await say(pool, f"read {secret}")).startswith("refused")
-            for path in Path(os.path.expanduser("~")), ROOT.parent:  # noqa: ASYNC240
+            for path in Path(os.path.expanduser("~")), ROOT.parent:
                 shown = set((await say(pool, f"read {path}")).split())
                 assert not {entry.name for entry in path.iterdir()} & shown - PYTHON
             assert "README" not in await say(pool, f"read {ROOT}")
-            for path in (secret, ROOT / "envs" / "planted.py", ROOT / "planted", Path("/usr/planted"),
-                         Path(sys.prefix, "planted"), Path("/etc/passwd")):
+            for path in (
+                secret,
+                ROOT / "envs" / "planted.py",
+                ROOT / "planted",
+                Path("/usr/planted"),
+                Path(sys.prefix, "planted"),
+                Path("/etc/passwd"),
+            ):
                 assert (await say(pool, f"write {path}")).startswith("refused"), path
             assert (await say(pool, "write /tmp/mine")).startswith("done")
             assert (await say(pool, "fill /tmp/large")).startswith(("refused", "done: 67108864"))
@@ -273,9 +281,7 @@ async def test_process_backend_inherits_no_variables(monkeypatch: Any) -> None:
         assert "SECRET" not in await say(pool, "environ")
 
 
-@pytest.mark.parametrize(
-    ("backend", "namespaces"), [("bwrap", True), ("process", True), ("process", False)]
-)
+@pytest.mark.parametrize(("backend", "namespaces"), [("bwrap", True), ("process", True), ("process", False)])
 async def test_grandchildren_end_with_the_trajectory(backend: str, namespaces: bool) -> None:
     if backend == "bwrap" and not _bwrap_runs():
         pytest.skip("no user namespaces here")
@@ -298,6 +304,7 @@ async def test_grandchildren_end_with_the_trajectory(backend: str, namespaces: b
 @backends
 async def test_many_short_episodes_keep_the_process_count_flat(backend: str) -> None:
     async with opened(backend, size=4) as pool:
+
         async def run(count: int) -> None:
             for seed in range(count):
                 async with episode(pool, seed) as handle:
@@ -341,6 +348,23 @@ async def test_cancelled_step_ends_the_process_and_frees_the_slot(backend: str) 
         with pytest.raises(asyncio.CancelledError):
             await task
         assert await say(pool, "echo free") == "1 free"
+
+
+async def test_a_crowd_is_forked_and_cancelled_at_once() -> None:
+    async with opened("process", size=40, step_timeout_s=20.0) as pool:
+        before = len(ours())
+        handles = await asyncio.gather(*(pool.acquire(10.0) for _ in range(40)))
+        await asyncio.gather(*(handle.start(TASK, 0) for handle in handles))
+        steps = [asyncio.create_task(handle.step(["sleep 60"])) for handle in handles]
+        await asyncio.sleep(0.1)
+        for step in steps:
+            step.cancel()
+        ended = await asyncio.gather(*steps, return_exceptions=True)
+        assert all(isinstance(end, asyncio.CancelledError) for end in ended)
+        await asyncio.gather(*(handle.release() for handle in handles))
+        assert len(ours()) == before - 1  # the first process was among them
+        assert (pool.stats().spawned, pool.stats().in_use, pool.stats().idle) == (40, 0, 0)
+        assert await say(pool, "echo next") == "1 next"
 
 
 @backends

@@ -56,7 +56,8 @@ def test_restart_keeps_port_password_and_data(server: ValkeyServer) -> None:
 
 def test_password_is_required_and_hidden(server: ValkeyServer) -> None:
     password = server.url.partition("//:")[2].partition("@")[0]
-    with redis.Redis(port=server.port, retry=Retry(NoBackoff(), 0)) as client, pytest.raises(redis.AuthenticationError):
+    once = Retry(NoBackoff(), 0)
+    with redis.Redis(port=server.port, retry=once) as client, pytest.raises(redis.AuthenticationError):
         client.ping()
     assert password not in Path(f"/proc/{server.pid}/cmdline").read_text()
     config = server.folder / "valkey.conf"

@@ -1,0 +1,362 @@
+"""The generator on a real vLLM engine with a tiny model: log-probs, weights in flight, death.
+
+The model's embedding is padded (64 rows, 60 tokens) and the padded rows of its head are scaled up,
+so nearly every sample would be a padded id without the mask.
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from actors.engine import Engine
+from cluster.config import GeneratorConfig
+from cluster.errors import ConfigError, StaleEpoch, WeightsFailed
+from cluster.types import Completion, Request, Sampling, StopReason, Weights, floats, ids, pack_ids
+from cluster.weights_file import write_weights
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+
+TOKENS, ROWS, LENGTH = 60, 64, 512
+CONFIG = GeneratorConfig(max_num_seqs=32, kv_cache_gb=0.25, request_timeout_s=60.0)
+
+
+def make_model(folder: Path, seed: int) -> LlamaForCausalLM:
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=ROWS,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=LENGTH,
+            tie_word_embeddings=False,
+            initializer_range=0.3,
+        )
+    ).float()
+    with torch.no_grad():
+        model.lm_head.weight[TOKENS:] *= 10
+    model.save_pretrained(folder)
+    Tokenizer(models.WordLevel({f"w{n}": n for n in range(TOKENS)}, unk_token="w0")).save(
+        str(folder / "tokenizer.json")
+    )
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> LlamaForCausalLM:
+    return make_model(folder, seed=0)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(folder: Path, model: LlamaForCausalLM) -> AsyncIterator[Engine]:
+    replica = Engine(folder, CONFIG, LENGTH, name="g0", seed=7)
+    await replica.start(version=3)
+    yield replica
+    await replica.close()
+
+
+def request(name: str, prompt: list[int], tokens: int = 8, **sampling: Any) -> Request:
+    return Request(id=name, prompt=pack_ids(prompt), sampling=Sampling(max_tokens=tokens, **sampling))
+
+
+async def answers(engine: Engine, requests: list[Request], caller: str = "test") -> dict[str, Completion]:
+    await engine.submit(caller, requests)
+    found: dict[str, Completion] = {}
+    deadline = time.monotonic() + 60
+    while len(found) < len(requests):
+        assert time.monotonic() < deadline, f"{len(found)} of {len(requests)} answers"
+        found |= {completion.id: completion for completion in await engine.collect(caller, 5.0)}
+    return found
+
+
+def reference(model: LlamaForCausalLM, prompt: list[int], output: list[int], temperature: float) -> Any:
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1, :TOKENS]
+    table = torch.log_softmax(logits / temperature, dim=-1)
+    return table[torch.arange(len(output)), torch.tensor(output)].numpy()
+
+
+def largest_gap(model: LlamaForCausalLM, sent: list[Request], got: dict[str, Completion]) -> float:
+    gaps = []
+    for asked in sent:
+        output, temperature = ids(got[asked.id].output).tolist(), asked.sampling.temperature or 1.0
+        expected = reference(model, ids(asked.prompt).tolist(), output, temperature)
+        gaps.append(float(np.abs(floats(got[asked.id].logprobs) - expected).max()))
+    return max(gaps)
+
+
+def publish(path: Path, model: LlamaForCausalLM, version: int) -> Weights:
+    nbytes, checksum = write_weights(path, model.state_dict())
+    return Weights(version=version, location=str(path), checksum=checksum, nbytes=nbytes)
+
+
+def prompts(count: int, length: int = 40) -> list[list[int]]:
+    random = np.random.default_rng(length)
+    return random.integers(0, TOKENS, (count, length)).tolist()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
+async def test_logprobs_equal_a_plain_forward(
+    engine: Engine, model: LlamaForCausalLM, temperature: float
+) -> None:
+    sent = [
+        request(f"{n}", prompt, 16, temperature=temperature, seed=n if n % 2 else None)
+        for n, prompt in enumerate(prompts(12))
+    ]
+    got = await answers(engine, sent)
+    assert all(len(ids(c.output)) == 16 and c.stop is StopReason.LENGTH for c in got.values())
+    assert all(c.generator == "g0" and 0 < c.t_start < c.t_end <= time.time() for c in got.values())
+    gap = largest_gap(model, sent, got)
+    assert gap < 1e-4
+
+
+async def test_padded_ids_are_never_sampled(engine: Engine, model: LlamaForCausalLM) -> None:
+    with torch.no_grad():
+        share = torch.softmax(model(torch.tensor(prompts(12))).logits[:, -1], -1)[:, TOKENS:].sum(-1)
+    assert share.mean() > 0.5, "the model must want padded ids, or this test shows nothing"
+    got = await answers(engine, [request(f"{n}", p, 16) for n, p in enumerate(prompts(12))])
+    assert max(int(ids(c.output).max()) for c in got.values()) < TOKENS
+
+
+async def test_requests_differ_and_seeds_repeat(engine: Engine) -> None:
+    prompt = prompts(1)[0]
+    got = await answers(engine, [request(f"{n}", prompt, 16) for n in range(8)])
+    assert len({c.output for c in got.values()}) == 8
+    got = await answers(engine, [request(f"{n}", prompt, 16, seed=5) for n in range(2)])
+    assert got["0"].output == got["1"].output
+
+
+async def test_only_the_given_stop_ids_stop_and_they_are_kept(engine: Engine) -> None:
+    everything = tuple(range(TOKENS))
+    stopped = (await answers(engine, [request("s", prompts(1)[0], 8, stop_ids=everything)]))["s"]
+    assert stopped.stop is StopReason.STOP
+    assert len(ids(stopped.output)) == len(floats(stopped.logprobs)) == 1
+    free = await answers(engine, [request(f"{n}", p, 64) for n, p in enumerate(prompts(8))])
+    assert {len(ids(c.output)) for c in free.values()} == {64}, "the model's own end token must not stop"
+
+
+async def test_malformed_requests_are_refused_and_the_engine_lives(engine: Engine) -> None:
+    bad = [
+        request("beyond", [1, TOKENS]),
+        request("negative", [-1, 3]),
+        request("empty", []),
+        request("long", [1] * 500, 13),
+        request("none", [1], 0),
+        request("stop", [1], 4, stop_ids=(TOKENS,)),
+        request("cold", [1], 4, temperature=-1.0),
+    ]
+    got = await answers(engine, [*bad, request("good", [1] * 500, 12)])
+    for asked in bad:
+        assert got[asked.id].error.startswith("BadRequest") and not got[asked.id].retryable
+    assert not got["good"].error and len(ids(got["good"].output)) == 12
+    assert engine.healthy
+
+
+async def test_versions_start_at_the_given_one(engine: Engine) -> None:
+    got = (await answers(engine, [request("v", [5] * 8)]))["v"]
+    assert [(s.version, s.start, s.end) for s in got.versions] == [(3, 0, 8)]
+
+
+async def test_cancel_ends_the_work(engine: Engine) -> None:
+    await engine.submit("leaver", [request(f"{n}", [n + 1] * 4, 400) for n in range(4)])
+    assert await engine.cancel("leaver") == 4
+    assert await engine.collect("leaver", 0.5) == []
+    assert engine.stats().running == 0
+
+
+async def test_stats_count_what_was_done(engine: Engine) -> None:
+    before = engine.stats()
+    got = await answers(engine, [request(f"{n}", p, 8) for n, p in enumerate(prompts(3, 64))])
+    after = engine.stats()
+    assert (after.tokens - before.tokens, after.prompt_tokens - before.prompt_tokens) == (24, 192)
+    starts, ends = [c.t_start for c in got.values()], [c.t_end for c in got.values()]
+    assert after.busy and after.busy[0][0] <= min(starts) and after.busy[-1][1] >= max(ends) - 1e-3
+    assert engine.stats().busy == ()
+
+
+async def test_null_sync_changes_nothing_but_the_version(
+    engine: Engine, model: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    sent = [request(f"{n}", p, 16, temperature=0.0) for n, p in enumerate(prompts(6))]
+    checksums, before = await engine.checksums(), await answers(engine, sent)
+    version = engine.version + 1
+    weights = publish(tmp_path / "null", model, version)
+    assert await engine.load_weights(weights, epoch=1) == version
+    after = await answers(engine, sent)
+    assert await engine.checksums() == checksums
+    for name, completion in before.items():
+        assert after[name].output == completion.output
+        assert np.abs(floats(after[name].logprobs) - floats(completion.logprobs)).max() < 1e-6
+        assert {s.version for s in after[name].versions} == {version}
+    Path(weights.location).unlink()  # repeating the order must not even read the file
+    assert await engine.load_weights(weights, epoch=1) == version
+
+
+async def test_prefixes_of_older_weights_are_never_hit(
+    engine: Engine, model: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    prompt = prompts(1, 96)[0]
+    await answers(engine, [request("warm", prompt)])
+    assert (await answers(engine, [request("hit", prompt)]))["hit"].cached_tokens >= 64
+    await engine.load_weights(publish(tmp_path / "same", model, engine.version + 1), epoch=1)
+    assert (await answers(engine, [request("miss", prompt)]))["miss"].cached_tokens == 0
+    assert (await answers(engine, [request("again", prompt)]))["again"].cached_tokens >= 64
+
+
+async def test_damaged_or_foreign_files_leave_the_old_weights_serving(
+    engine: Engine, model: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    sent = [request(f"{n}", p, 8, temperature=0.0) for n, p in enumerate(prompts(4))]
+    before, version = await answers(engine, sent), engine.version
+    good = publish(tmp_path / "good", model, version + 1)
+    bytes_ = bytearray(Path(good.location).read_bytes())
+    bytes_[len(bytes_) // 2] ^= 1
+    (tmp_path / "flipped").write_bytes(bytes_)
+    (tmp_path / "cut").write_bytes(bytes_[:-100])
+    state = model.state_dict()
+    offers = {"cut": good, "flipped": good, "absent": good}
+    variants = {
+        "extra": state | {"model.stray": torch.zeros(3)},
+        "missing": {k: v for k, v in state.items() if "layers.1.mlp.up_proj" not in k},
+        "shape": state | {"model.norm.weight": torch.ones(65)},
+    }
+    for name, tensors in variants.items():
+        nbytes, checksum = write_weights(tmp_path / name, tensors)
+        offers[name] = Weights(version=version + 1, location="", checksum=checksum, nbytes=nbytes)
+    for name, offer in offers.items():
+        damaged = Weights(
+            version=version + 1,
+            location=str(tmp_path / name),
+            checksum=offer.checksum,
+            nbytes=offer.nbytes,
+        )
+        with pytest.raises(WeightsFailed, match=f"{name}|model.stray|up_proj|model.norm"):
+            await engine.load_weights(damaged, epoch=1)
+        assert engine.healthy and engine.version == version
+    after = await answers(engine, sent)
+    assert {n: c.output for n, c in after.items()} == {n: c.output for n, c in before.items()}
+    assert {s.version for c in after.values() for s in c.versions} == {version}
+
+
+async def test_new_weights_in_flight(engine: Engine, tmp_path: Path) -> None:
+    other = make_model(tmp_path, seed=1)
+    old = engine.version
+    sent = [request(f"{n}", p, 8, temperature=0.0) for n, p in enumerate(prompts(4))]
+    before = await answers(engine, sent)
+    await engine.submit("flight", [request(f"{n}", [n + 1] * 40, 400) for n in range(4)])
+    while engine.stats().kv_usage == 0:
+        await asyncio.sleep(0.02)
+    load = asyncio.create_task(engine.load_weights(publish(tmp_path / "new", other, old + 1), epoch=1))
+    await asyncio.sleep(0.005)
+    got = await answers(engine, [request("during", prompts(1)[0], 8)], caller="late")
+    assert await load == old + 1
+    assert {s.version for s in got["during"].versions} in ({old}, {old + 1})
+    flight: list[Completion] = []
+    while len(flight) < 4:
+        flight += await engine.collect("flight", 30.0)
+    for completion in flight:
+        spans = completion.versions
+        assert [s.version for s in spans] == [old, old + 1]
+        assert spans[0].start == 0 and spans[0].end == spans[1].start and spans[1].end == 400
+    after = await answers(engine, sent)
+    assert {n: c.output for n, c in after.items()} != {n: c.output for n, c in before.items()}
+    sampled = [request(f"{n}", p, 16) for n, p in enumerate(prompts(8))]
+    assert largest_gap(other, sampled, await answers(engine, sampled)) < 1e-4
+    assert largest_gap(other, sent, after) < 1e-4
+
+
+async def test_old_orders_are_refused(engine: Engine, model: LlamaForCausalLM, tmp_path: Path) -> None:
+    version = engine.version
+    with pytest.raises(StaleEpoch):
+        await engine.load_weights(publish(tmp_path / "w", model, version + 1), epoch=0)
+    with pytest.raises(WeightsFailed, match="after"):
+        await engine.load_weights(publish(tmp_path / "w", model, version - 1), epoch=1)
+    assert engine.version == version
+    assert await engine.load_weights(publish(tmp_path / "w", model, version - 1), epoch=2) == version - 1
+
+
+async def test_a_missing_model_folder_is_one_clear_error(tmp_path: Path) -> None:
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match="does not exist"):
+        await Engine(tmp_path / "nowhere", CONFIG, LENGTH, name="g1", seed=0).start()
+    assert time.monotonic() - started < 1
+
+
+async def test_engine_death_ends_what_is_outstanding(engine: Engine) -> None:
+    await engine.submit("test", [request(f"{n}", [n + 1] * 8, 480) for n in range(8)])
+    for child in psutil.Process().children(recursive=True):
+        if "EngineCore" in child.name():
+            child.send_signal(signal.SIGKILL)
+    started = time.monotonic()
+    got: list[Completion] = []
+    while len(got) < 8:
+        assert time.monotonic() - started < 5
+        got += await engine.collect("test", 1.0)
+    assert all(c.error and c.retryable for c in got)
+    assert await asyncio.wait_for(engine.run_until_dead(), 5) and not engine.healthy
+    late = await answers(engine, [request("late", [1])])
+    assert late["late"].error and late["late"].retryable
+    with pytest.raises(WeightsFailed, match="not running"):
+        await engine.load_weights(Weights(version=99, location="", checksum="", nbytes=0), epoch=9)
+
+
+OWNER = """
+import asyncio, sys
+from actors.engine import Engine
+from cluster.config import GeneratorConfig
+async def main():
+    engine = Engine(sys.argv[1], GeneratorConfig(max_num_seqs=4, kv_cache_gb=0.1), 64, "child", 1)
+    await engine.start()
+    print("started", flush=True)
+    await asyncio.sleep(600)
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+async def test_no_engine_process_survives_its_killed_owner(
+    folder: Path, model: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    script = tmp_path / "owner.py"
+    script.write_text(OWNER)
+    root = str(Path(__file__).resolve().parent.parent)
+    owner = subprocess.Popen(
+        [sys.executable, str(script), str(folder)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": root},
+    )
+    try:
+        assert owner.stdout is not None
+        line = await asyncio.wait_for(asyncio.to_thread(owner.stdout.readline), 120)
+        assert line == "started\n"
+        children = psutil.Process(owner.pid).children(recursive=True)
+        assert any("EngineCore" in child.name() for child in children)
+    finally:
+        owner.kill()
+        owner.wait(10)
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert alive == []
