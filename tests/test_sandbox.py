@@ -401,7 +401,7 @@ async def test_lost_sandbox_is_launched_again(backend: str) -> None:
 
 
 @backends
-def test_killed_parent_leaves_nothing(backend: str) -> None:
+def test_killed_parent_leaves_nothing(backend: str, tmp_path: Path) -> None:
     mark = f"mark-{os.getpid()}-{time.monotonic_ns()}"
     script = f"""
 import asyncio
@@ -414,7 +414,8 @@ async def main():
             await two.step(["sleep 60"])
 asyncio.run(main())
 """
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=ROOT)
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=ROOT, env=env)
     assert parent.stdout is not None
     assert parent.stdout.readline() == b"up\n"
     assert processes_with(mark)
