@@ -357,6 +357,6 @@ async def test_no_engine_process_survives_its_killed_owner(
         assert any("EngineCore" in child.name() for child in children)
     finally:
         owner.kill()
-        owner.wait(10)
+        owner.communicate(timeout=10)
     _, alive = psutil.wait_procs(children, timeout=5)
     assert alive == []
