@@ -55,11 +55,8 @@ lint: setup  ## ruff
 types: setup  ## mypy (strict) over the five packages
 	@$(BIN)/mypy
 
-bench: setup  ## the benchmarks in tests/bench
-	@for bench in tests/bench/bench_*.py; do \
-		[ -e "$$bench" ] || { echo "no benchmark in tests/bench"; exit 1; }; \
-		echo "== $$bench"; PYTHONPATH=. $(BIN)/python "$$bench" $(ARGS); \
-	done
+bench: setup  ## all benchmarks: a table of ratios against targets, and bench.json
+	@PYTHONPATH=. $(BIN)/python tests/bench/run.py $(ARGS)
 
 doctor: setup  ## check this machine and its installation
 	@$(BIN)/springtide doctor

@@ -32,11 +32,11 @@ from typing import Any
 import msgspec
 
 from actors.mailbox import BusyTime, Mailboxes
-from actors.model_folder import check_folder, tokenizer_size
 from actors.pending import Pending, completed, problem, refused
 from cluster.config import GeneratorConfig
 from cluster.errors import ConfigError, EngineFailed, StaleEpoch, WeightsFailed
 from cluster.messages import GeneratorHealth
+from cluster.model_folder import check_folder, ids_in_use
 from cluster.types import (
     Completion,
     Request,
@@ -131,7 +131,7 @@ class Engine:
         """
         model_vocabulary = check_folder(self._path)
         if not self.vocabulary:
-            self.vocabulary = min(tokenizer_size(self._path) or model_vocabulary, model_vocabulary)
+            self.vocabulary = ids_in_use(self._path)
         if self.vocabulary > model_vocabulary:
             raise ConfigError(f"vocabulary = {self.vocabulary} exceeds the model's {model_vocabulary} ids")
         build = asyncio.create_task(asyncio.to_thread(self._build, self.vocabulary < model_vocabulary))

@@ -25,6 +25,7 @@ from cluster import codec
 from cluster.config import Config, build
 from cluster.errors import EngineFailed
 from cluster.messages import EvalEpisode, GeneratorHealth, Grant, Pull
+from cluster.processes import announce
 from cluster.stream import RedisQueue
 from cluster.types import Completion, Request, Weights
 from envs.pool import EnvPool
@@ -50,9 +51,11 @@ class GeneratorActor:
     """One vLLM engine. Until it has started, and after it died, requests are refused as retryable."""
 
     def __init__(self, tree: dict[str, Any], model: str, name: str, index: int) -> None:
+        announce()
         self.config: Config = build(tree)
         self.name = name
         self._starting = asyncio.Lock()
+        self._closing = False
         self.engine = Engine(
             model,
             self.config.generator,
@@ -67,6 +70,8 @@ class GeneratorActor:
             if not self.engine.healthy:
                 await self.engine.start()
         reason = await self.engine.run_until_dead()
+        if self._closing:  # an orderly end: Ray would report an exit as a crash
+            return
         sys.stderr.write(f"{self.name}: {reason}\n")
         os._exit(1)
 
@@ -100,6 +105,7 @@ class GeneratorActor:
 
     async def close(self) -> None:
         """Shut the engine down in good order."""
+        self._closing = True
         await self.engine.close()
 
     def pid(self) -> int:
@@ -149,6 +155,7 @@ class EnvWorkerActor:
         run_id: str,
         log_folder: str,
     ) -> None:
+        announce()
         self.config: Config = build(tree)
         self.model = model
         self.name = name

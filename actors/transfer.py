@@ -37,6 +37,7 @@ OWNER_VARIABLE = "SPRINGTIDE_ENGINE_OWNER"  # pid of the process whose end must 
 VOCABULARY_KEY = "springtide_vocabulary"  # in vLLM's additional_config: ids below this may be sampled
 _POLL_S = 0.5
 _TIED = "lm_head.weight"  # absent from, or a copy in, a checkpoint that ties it to the embedding
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 _RECOMPUTED = "rotary_emb.inv_freq"  # buffers that old checkpoints carry and no model loads
 
 
@@ -98,14 +99,34 @@ class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
             raise ValueError(f"{path} has checksum {found}, published as {update_info.checksum}")
         entries = read_entries(view)
         self._compare(self._shapes(entries))
+        tensors = dict(_tensors(entries, view))
+        if self._tied:
+            # On the CPU the head keeps a packed copy of its own. It is packed anew only when its name
+            # arrives, and would otherwise go on with the old weights, silently.
+            tensors[_TIED] = tensors[_embedding_name(tensors)]
         self.loaded = None
         initialize_layerwise_reload(self.model)
-        loaded = self.model.load_weights(_tensors(entries, view))
+        loaded = self.model.load_weights(iter(tensors.items()))
         finalize_layerwise_reload(self.model, self.model_config)
         missing = self._parameters - set(loaded) if loaded is not None else set()
         if missing - ({_TIED} if self._tied else set()):
             raise RuntimeError(f"no weights arrived for {_some(missing)}")
+        if self._tied:
+            self._check_head(tensors[_TIED])
         self.loaded = found
+
+    def _check_head(self, embedding: torch.Tensor) -> None:
+        """Raise RuntimeError unless the tied head computes with the embedding [ids, width] just loaded."""
+        head = getattr(self.model, "lm_head", None)
+        method = getattr(head, "quant_method", None)
+        if head is None or method is None or self.parallel_config.tensor_parallel_size > 1:
+            return
+        weight = embedding.to(head.weight.device, head.weight.dtype)
+        probe = torch.linspace(-1, 1, weight.shape[1], device=weight.device, dtype=weight.dtype)[None]
+        found = method.apply(head, probe)[:, : weight.shape[0]].float()
+        expected = torch.nn.functional.linear(probe, weight).float()
+        if not torch.allclose(found, expected, rtol=0.02, atol=0.02 * float(expected.abs().max())):
+            raise RuntimeError("the output head does not follow the tied embedding")
 
     def _shapes(self, entries: Any) -> dict[str, tuple[int, ...]]:
         return {
@@ -193,6 +214,14 @@ def _tensors(entries: list[TensorEntry], data: memoryview) -> Iterator[tuple[str
         dtype = getattr(torch, entry.dtype)
         flat = torch.frombuffer(data[entry.start : entry.end], dtype=dtype)
         yield entry.name, flat.reshape(entry.shape)
+
+
+def _embedding_name(tensors: dict[str, torch.Tensor]) -> str:
+    """The input embedding's name. Raises ValueError if there is not exactly one candidate."""
+    names = [name for name in tensors if name.endswith(_EMBEDDINGS)]
+    if len(names) != 1:
+        raise ValueError(f"a tied head needs one input embedding, found {_some(names)}")
+    return names[0]
 
 
 def _some(names: Any) -> str:

@@ -32,7 +32,7 @@ from actors.tokenizer import Tokenizer
 from actors.topology.iid import Iid, Scope
 from actors.writer import EndLog, SegmentWriter
 from cluster.config import Config
-from cluster.errors import StaleEpoch
+from cluster.errors import EngineFailed, StaleEpoch, TooManyFailures
 from cluster.messages import EvalEpisode, Grant, Pull, Table
 from cluster.ports import Policy, Queue
 from cluster.types import End, EndKind, Order, Purpose, Segment
@@ -120,6 +120,7 @@ class Worker:
         self._stopping = asyncio.Event()
         self._freed = asyncio.Event()  # a member ended, or there are more slots
         self._grace_s = 0.0
+        self._failed_in_a_row = 0
 
     @property
     def free(self) -> int:
@@ -203,7 +204,10 @@ class Worker:
 
     async def _begin(self, order: Order, tasks: asyncio.TaskGroup) -> None:
         """Start a group. A repeated order is ignored, a newer attempt replaces the older."""
-        if self._attempts.get(order.group, -1) >= order.attempt or self._stopping.is_set():
+        known = self._attempts.get(order.group, -1) >= order.attempt
+        if order.purpose is Purpose.EVAL:  # a new controller lacks the report of a finished one
+            known = known and order.group in self._running
+        if known or self._stopping.is_set():
             self.counters["orders_ignored"] += 1
             return
         await self._cancel(order.group)
@@ -272,9 +276,9 @@ class Worker:
             return
         await self.writer.flush()
         await self._queue.end(ends)
-        await self._ready(order)
+        await self._ready(order, ends)
 
-    async def _ready(self, order: Order) -> None:
+    async def _ready(self, order: Order, ends: list[End]) -> None:
         try:
             ready = await self._queue.ready(order.group, order.attempt, self.config.run.min_members)
         except ValueError as error:
@@ -284,8 +288,27 @@ class Worker:
             _log.warning("group %s attempt %d is not ready: %s", order.group, order.attempt, error)
             return
         self.counters["groups_ready" if ready else "groups_closed"] += 1
+        self._judge(ends, ready)
         if not ready:
             await self._controller.closed([order.group])
+
+    def _judge(self, ends: list[End], ready: bool) -> None:
+        """Raise TooManyFailures when group after group fails for a reason that will not go away.
+
+        Failures of generators don't count: they are replaced, and their supervisor knows when to stop.
+        """
+        if ready:
+            self._failed_in_a_row = 0
+            return
+        lasting = [e for e in ends if e.kind is EndKind.FAILED and e.reason != EngineFailed.boundary]
+        if not lasting:
+            return
+        self._failed_in_a_row += 1
+        if self._failed_in_a_row >= self.config.run.max_failed_groups:
+            raise TooManyFailures(
+                f"{self._failed_in_a_row} groups in a row failed (run.max_failed_groups); the last: "
+                f"{lasting[-1].reason}: {lasting[-1].detail}"
+            )
 
     async def _play(self, order: Order, trajectory: str, deadline: float) -> Member:
         """One member, in a slot of its own."""

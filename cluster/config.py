@@ -31,6 +31,7 @@ class RunConfig(Section, frozen=True):
     checkpoint_every: int = 20  # steps
     keep_checkpoints: int = 2
     record: bool = False  # write what a replay needs into the run folder
+    max_failed_groups: int = 10  # this many failed groups in a row on a worker end the run with the cause
     deadline_s: float = 3600.0  # no committed step for this long ends the run with an error
 
 
@@ -260,6 +261,7 @@ def validate(config: Config) -> None:
         ("run.groups_per_step", run.groups_per_step),
         ("run.checkpoint_every", run.checkpoint_every),
         ("run.keep_checkpoints", run.keep_checkpoints),
+        ("run.max_failed_groups", run.max_failed_groups),
         ("env.workers", config.env.workers),
         ("env.slots", config.env.slots),
         ("env.max_turns", config.env.max_turns),

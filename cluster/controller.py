@@ -45,6 +45,7 @@ from cluster.waits import IdleClock
 PULL_WAIT_S = 1.0
 HEALTH_EVERY_S = 1.0
 RECONCILE_EVERY_S = 1.0
+FORGOTTEN_S = 3.0  # an order that a worker does not report after this long never arrived
 LOAD_RETRIES = 3
 """Failed weight loads in a row before a generator is asked to restart."""
 
@@ -83,6 +84,20 @@ class _Slot:
     busy: list[tuple[float, float]] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class _Given:
+    """Who was handed an evaluation order, and when."""
+
+    worker: str
+    incarnation: str
+    since: float
+
+    def lost(self, pull: Pull, group: str, now: float) -> bool:
+        """The worker's process is another one now, or it never got the order."""
+        forgotten = group not in pull.running and now - self.since > FORGOTTEN_S
+        return pull.incarnation != self.incarnation or forgotten
+
+
 class Controller:
     """Decides from facts; see the module docstring for the loops."""
 
@@ -109,7 +124,7 @@ class Controller:
         self.workers: dict[str, Pull] = {}
         self.idle = IdleClock()
         self._lost_queue: list[Order] = []
-        self._eval_given: dict[str, tuple[str, str]] = {}
+        self._eval_given: dict[str, _Given] = {}
         self._open: dict[str, Order] = {}
         self._groups: dict[str, int] = {}
         self._changed = asyncio.Condition()
@@ -177,8 +192,7 @@ class Controller:
             try:
                 health = await asyncio.wait_for(slot.port.health(), timeout=10.0)
                 self._note(slot, health)
-                behind = self.weights is not None and slot.acked < self.weights.version
-                if health.ready and behind:
+                if health.ready and self._behind(slot):
                     await self._load(name, slot)
                 slot.healthy = health.ready and slot.acked >= self.version - max(
                     1, self.config.run.max_lag
@@ -188,6 +202,11 @@ class Controller:
             if slot.healthy != before:
                 await self._grow_epoch(name, slot)
             await self._wait_for_weights(slot)
+
+    def _behind(self, slot: _Slot) -> bool:
+        """Newer weights lie ready; a handle without a place waits for being published again."""
+        weights = self.weights
+        return weights is not None and bool(weights.location) and slot.acked < weights.version
 
     def _note(self, slot: _Slot, health: GeneratorHealth) -> None:
         """Take over a report; a new instance starts from its own version and zero counters."""
@@ -238,7 +257,7 @@ class Controller:
         deadline = time.monotonic() + HEALTH_EVERY_S
         async with self._changed:
             while not self._stopping and (left := deadline - time.monotonic()) > 0:
-                if slot.healthy and self.weights and slot.acked < self.weights.version:
+                if slot.healthy and self._behind(slot):
                     return
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), left)
@@ -291,11 +310,11 @@ class Controller:
         old = self.workers.get(pull.worker)
         if old is not None and old.incarnation != pull.incarnation:
             self.trace("worker_replaced", {"worker": pull.worker})
-            for group, (worker, incarnation) in list(self._eval_given.items()):
-                if worker == pull.worker and incarnation != pull.incarnation:
-                    self._eval_given.pop(group)
-                    self.evaluations.again(group)
         self.workers[pull.worker] = pull
+        for group, given in list(self._eval_given.items()):
+            if given.worker == pull.worker and given.lost(pull, group, now):
+                self._eval_given.pop(group)
+                self.evaluations.again(group)
         running = {g: a for g, a in pull.running.items() if g in self._open}
         self.assignments.pulled(pull.worker, pull.incarnation, running, now)
         self._mark_idle()
@@ -309,7 +328,7 @@ class Controller:
         """Evaluation first, then lost groups, then new ones."""
         taken: list[Order] = []
         while free > 0 and (order := self.evaluations.next()) is not None:
-            self._eval_given[order.group] = (pull.worker, pull.incarnation)
+            self._eval_given[order.group] = _Given(pull.worker, pull.incarnation, time.monotonic())
             taken.append(order)
             free -= 1
         async with self._admitting:

@@ -56,6 +56,12 @@ class WeightsFailed(SpringtideError, RuntimeError):
     boundary = "weights"
 
 
+class TooManyFailures(SpringtideError, RuntimeError):
+    """Group after group fails: going on would only repeat it. Ends the job with the last cause."""
+
+    boundary = "run"
+
+
 class StaleEpoch(SpringtideError, RuntimeError):
     """An order carried an older epoch than the receiver's. The sender must re-read the table."""
 

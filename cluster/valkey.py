@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import queue
 import secrets
@@ -22,7 +23,7 @@ from redis.retry import Retry
 from cluster.errors import StreamFailed
 
 _PR_SET_PDEATHSIG = 1
-_CONFIG, _LOG = "valkey.conf", "valkey.log"
+_CONFIG, _LOG, _LOCK = "valkey.conf", "valkey.log", "lock"
 
 
 def find_server() -> Path:
@@ -56,6 +57,7 @@ class ValkeyServer:
         self._password = password or secrets.token_hex(16)
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
+        self._lock = -1
         self._let_go = threading.Event()  # ends the thread that holds the server
 
     @property
@@ -82,17 +84,46 @@ class ValkeyServer:
         if self.alive:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        for attempt in range(5):
+        deadline = time.monotonic() + deadline_s
+        while True:
+            self._wait_for_folder(deadline)
             if not self._chosen:
                 self.port = _free_port()
             try:
                 self._launch(deadline_s)
             except StreamFailed as error:
                 self._clean()
-                if self._chosen or attempt == 4 or "in use" not in str(error):
+                if "in use" not in str(error) or time.monotonic() > deadline:
                     raise
+                time.sleep(0.1)  # our own port may be held for a moment by a client's attempt
             else:
                 self._chosen = True  # restarts come back on the same port
+                return
+            finally:
+                self._unlock()
+
+    def _unlock(self) -> None:
+        """Our copy of the lock; the server's own lasts."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _wait_for_folder(self, deadline: float) -> None:
+        """Two servers must never write one folder: wait until that of a killed driver has ended.
+
+        Every server inherits a lock on the folder, so the lock lasts exactly as long as the server.
+        """
+        while True:
+            descriptor = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+                if time.monotonic() > deadline:
+                    raise StreamFailed(f"another queue server still uses {self.folder}") from None
+                time.sleep(0.1)
+            else:
+                self._lock = descriptor
                 return
 
     def _launch(self, deadline_s: float) -> None:
@@ -126,6 +157,7 @@ class ValkeyServer:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
+                    pass_fds=(self._lock,) if self._lock >= 0 else (),
                     start_new_session=True,  # Ctrl-C reaches the driver alone, which stops us in order
                     preexec_fn=_die_with(os.getpid()),
                 )

@@ -17,21 +17,27 @@ from pathlib import Path
 
 from cluster.config import Config, apply_override, build, dump, load
 from cluster.errors import ConfigError, SpringtideError
+from deploy.signals import Terminated, sigterm_raises
 
 INTERRUPTED = 130
+TERMINATED = 143
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code. Errors are one line on stderr."""
+    """Entry point; returns the exit code: 2 after an error, which is one line on stderr, 130 after
+    Ctrl-C, 143 after SIGTERM.
+    """
     arguments = parser().parse_args(argv)
     try:
-        return int(arguments.handler(arguments))
+        with sigterm_raises():
+            return int(arguments.handler(arguments))
     except SpringtideError as error:
-        sys.stderr.write(f"springtide: {error.boundary}: {error}\n")
+        text = " | ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        sys.stderr.write(f"springtide: {error.boundary}: {text}\n")
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         sys.stderr.write("springtide: interrupted\n")
-        return INTERRUPTED
+        return TERMINATED if isinstance(error, Terminated) else INTERRUPTED
 
 
 def parser() -> argparse.ArgumentParser:
@@ -73,9 +79,9 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         print(json.dumps(dump(config), indent=2))
         return 0
-    from deploy.run import start  # Ray and the rest: only now
+    from deploy.launch import start  # tokenizers, environments, the terminal view
 
-    return start(config, folder_path, resumed=bool(arguments.resume))
+    return start(config, folder_path)
 
 
 def _fresh(arguments: argparse.Namespace) -> tuple[Path, Config]:
@@ -96,7 +102,12 @@ def _resumed(arguments: argparse.Namespace) -> tuple[Path, Config]:
         raise ConfigError(f"--resume {arguments.resume}: no config.json there; give a run folder")
     words = [arguments.recipe, *arguments.overrides]
     overrides = [word for word in words if word]
-    tree = json.loads(saved.read_text())
+    if arguments.address:
+        overrides.append(f'cluster.address="{arguments.address}"')
+    try:
+        tree = json.loads(saved.read_text())
+    except ValueError as error:
+        raise ConfigError(f"--resume {arguments.resume}: config.json is damaged: {error}") from error
     for override in overrides:
         apply_override(tree, override)
     return folder, build(tree)

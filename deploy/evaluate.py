@@ -5,14 +5,18 @@ without Ray or a queue server. A checkpoint is verified against its checksums fi
 """
 
 import asyncio
+import contextlib
 import json
 import math
+import os
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from actors.engine import Engine
 from actors.reward import Reward
@@ -21,12 +25,14 @@ from actors.tokenizer import Tokenizer
 from actors.worker import Worker
 from cluster.config import Config
 from cluster.controller import Controller, codec_plain
-from cluster.errors import CheckpointDamaged, ConfigError
+from cluster.errors import CheckpointDamaged, ConfigError, EnvFailed
 from cluster.evaluation import Z95
 from cluster.memory import MemoryQueue
 from cluster.messages import EvalEpisode, EvalSummary, GeneratorHealth
 from cluster.types import Weights
+from deploy.preflight import check_environment, check_model, rehearse
 from deploy.prepare import check_folder
+from deploy.signals import Stopper
 from envs.pool import EnvPool
 from envs.registry import build_tasks, builder
 from learner.manifest import verify
@@ -62,14 +68,18 @@ def weights_folder(path: str) -> Path:
         if damage:
             raise CheckpointDamaged(f"{folder}: {'; '.join(damage)}")
         folder = folder / "hf"
-    return check_folder(folder)
+    return check_folder(folder, "--checkpoint")
 
 
 def evaluate(config: Config, checkpoint: str, against: str | None, file: str | None) -> int:
     """Evaluate, print, and write JSON if asked."""
-    results = {"checkpoint": run_suites(config, weights_folder(checkpoint))}
+    folders = {"checkpoint": weights_folder(checkpoint)}
     if against:
-        results["against"] = run_suites(config, weights_folder(against))
+        folders["against"] = weights_folder(against)
+    tasks = check_environment(config)
+    for folder in folders.values():
+        rehearse(config, tasks, check_model(config, folder))
+    results = {name: run_suites(config, folder) for name, folder in folders.items()}
     report: dict[str, Any] = {
         name: {mode: codec_plain(summary) for mode, (summary, _) in suites.items()}
         for name, suites in results.items()
@@ -117,7 +127,21 @@ def paired(ours: Sequence[EvalEpisode], theirs: Sequence[EvalEpisode]) -> tuple[
 
 def run_suites(config: Config, model: Path) -> dict[str, tuple[EvalSummary, list[EvalEpisode]]]:
     """Every mode of ``eval.modes`` on one model folder."""
-    return asyncio.run(_run_suites(config, model))
+    return asyncio.run(_interruptible(config, model))
+
+
+async def _interruptible(config: Config, model: Path) -> dict[str, tuple[EvalSummary, list[EvalEpisode]]]:
+    """Ctrl-C and SIGTERM clean up, then leave at once: a model that loads in a thread cannot be stopped."""
+    stopper = Stopper()
+    try:
+        return await stopper.run(_run_suites(config, model))
+    except asyncio.CancelledError:
+        sys.stderr.write("springtide: interrupted\n")
+        sys.stderr.flush()
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        os._exit(stopper.exit_code)
 
 
 async def _run_suites(config: Config, model: Path) -> dict[str, tuple[EvalSummary, list[EvalEpisode]]]:
@@ -143,7 +167,10 @@ async def _run_suites(config: Config, model: Path) -> dict[str, tuple[EvalSummar
                 summary = await _or_fail(
                     controller.evaluate(f"eval_{mode}", mode, config.eval.tasks, DEADLINE_S), background
                 )
-                found[mode] = (summary, controller.evaluations.episodes(f"eval_{mode}"))
+                episodes = controller.evaluations.episodes(f"eval_{mode}")
+                if summary.failed == summary.tasks:
+                    raise EnvFailed(f"all {summary.tasks} evaluation tasks failed; the last: {episodes[-1].error}")
+                found[mode] = (summary, episodes)
             worker.stop()
             await controller.stop()
             await asyncio.wait(background, timeout=10.0)

@@ -1,8 +1,8 @@
 """The local Ray cluster that a job starts for itself, and what must be gone when it ends."""
 
+import asyncio
 import contextlib
 import os
-import re
 import shutil
 import signal
 import tempfile
@@ -11,18 +11,24 @@ from typing import Any
 
 import psutil
 import ray
+from ray.exceptions import AuthenticationError, RayError
 
 from cluster.config import Config
 from cluster.errors import ConfigError
 
 GRACE_S = 5.0
-_OWNED = re.compile(r"^springtide-ray-(\d+)-")
+EXCLUDED = [".venv", ".git", ".cache", "runs", "bench.json", "*.egg-info"]  # of the upload to a joined cluster
 
 
 def start(config: Config, namespace: str, slots: int, repo: Path) -> Path | None:
     """Start a Ray of our own, or join the one at ``cluster.address``; returns our temporary folder.
 
-    Raises ConfigError when the address cannot be reached.
+    A cluster that we join stays up after the job. Ray authenticates by a token (its default): ours is the
+    one of ``RAY_AUTH_TOKEN``, ``RAY_AUTH_TOKEN_PATH`` or ``~/.ray/auth_token``, so whoever submits from
+    another machine or account than the one that ran ``ray start`` copies that file once. The
+    repository is uploaded as the actors' working directory.
+
+    Raises ConfigError when the address cannot be reached, or the token is refused; CancelledError when SIGTERM came while Ray's own handler was in force.
     """
     environment = {"PYTHONPATH": str(repo), "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     common: dict[str, Any] = {
@@ -33,36 +39,52 @@ def start(config: Config, namespace: str, slots: int, repo: Path) -> Path | None
         "configure_logging": True,
     }
     if config.cluster.address:
-        try:
-            ray.init(address=config.cluster.address, **common)
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"cluster.address = {config.cluster.address!r}: {error}") from error
+        common["runtime_env"] |= {"working_dir": str(repo), "excludes": EXCLUDED}
+        join(config.cluster.address, common)
         return None
-    remove_leftovers()
     folder = Path(tempfile.mkdtemp(prefix=f"springtide-ray-{os.getpid()}-"))
-    ray.init(
-        address="local",
-        num_cpus=max(slots, os.cpu_count() or 1),
-        object_store_memory=config.cluster.object_store_mb * 2**20,
-        include_dashboard=config.cluster.dashboard,
-        dashboard_port=config.cluster.dashboard_port,
-        _temp_dir=str(folder),
-        **common,
-    )
+    try:
+        ray.init(
+            address="local",
+            num_cpus=max(slots, os.cpu_count() or 1),
+            object_store_memory=config.cluster.object_store_mb * 2**20,
+            include_dashboard=config.cluster.dashboard,
+            dashboard_port=config.cluster.dashboard_port,
+            _temp_dir=str(folder),
+            **common,
+        )
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, SystemExit):  # Ray's own handler, in force while it starts
+            raise asyncio.CancelledError from error
+        raise
     return folder
+
+
+def join(address: str, common: dict[str, Any]) -> None:
+    """Connect to a running cluster. Raises ConfigError."""
+    where = f"cluster.address = {address!r}"
+    try:
+        ray.init(address=address, **common)
+    except SystemExit as error:
+        raise asyncio.CancelledError from error
+    except AuthenticationError as error:
+        remedy = "give the cluster's token in RAY_AUTH_TOKEN or ~/.ray/auth_token"
+        raise ConfigError(f"{where}: the cluster refused the login; {remedy}") from error
+    except (ConnectionError, ValueError, RuntimeError, RayError) as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def foreign_nodes() -> list[str]:
+    """Addresses of the cluster's nodes that are not this machine."""
+    ours = {a.address for addresses in psutil.net_if_addrs().values() for a in addresses}
+    alive = {str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
+    return sorted(alive - ours)
 
 
 def gpus() -> int:
     """Device slots of the cluster that are CUDA devices."""
     return int(ray.cluster_resources().get("GPU", 0))
-
-
-def remove_leftovers(root: Path | None = None) -> None:
-    """Delete temporary folders of jobs whose driver was killed."""
-    for folder in (root or Path(tempfile.gettempdir())).glob("springtide-ray-*"):
-        owner = _OWNED.match(folder.name)
-        if owner and not psutil.pid_exists(int(owner.group(1))):
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def stop(folder: Path | None) -> list[str]:

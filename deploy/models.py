@@ -13,10 +13,15 @@ MAKERS = {
 """Name -> "module:function"; resolved late because makers import torch."""
 
 
-def resolve_maker(name: str) -> Callable[..., Any]:
-    """The maker of that name. Raises ConfigError naming the nearest valid one."""
+def check_maker(name: str) -> None:
+    """Raises ConfigError naming the nearest valid maker."""
     if name not in MAKERS:
         raise ConfigError(f"model.maker = {name!r} is unknown{nearest(name, MAKERS)}")
+
+
+def resolve_maker(name: str) -> Callable[..., Any]:
+    """The maker of that name. Raises ConfigError for an unknown one."""
+    check_maker(name)
     module, _, function = MAKERS[name].partition(":")
     maker: Callable[..., Any] = getattr(importlib.import_module(module), function)
     return maker

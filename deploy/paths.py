@@ -1,5 +1,6 @@
 """Names of files in a run folder; one place, so that nobody spells them twice."""
 
+import os
 from pathlib import Path
 
 
@@ -19,9 +20,16 @@ class RunFolder:
         self.workers = self.path / "workers"
         self.record = self.path / "record"
         self.evaluations = self.path / "evaluations.jsonl"
-        self.weights = Path("/dev/shm") / f"springtide-{self.run_id}"
+        self.pids = self.path / "pids"
+        self.weights = Path("/dev/shm") / f"springtide-{os.getpid()}-{self.run_id}"  # of this driver
 
     def make(self) -> None:
         """Create the folder and the subfolders that processes write to."""
         for folder in (self.path, self.checkpoints, self.queue, self.workers):
             folder.mkdir(parents=True, exist_ok=True)
+
+    def write_config(self, text: str) -> None:
+        """Write the effective configuration; it appears whole, since a resume depends on it."""
+        partial = self.config.with_suffix(".partial")
+        partial.write_text(text)
+        partial.replace(self.config)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.errors import ConfigError
@@ -80,7 +80,13 @@ class Ranks:
             self.groups[address] = placement_group([bundle] * count, strategy="PACK")
         for address, group in self.groups.items():
             if not group.wait(READY_DEADLINE_S):
+                self.release()
                 raise ConfigError(f"node {address} did not grant its ranks within {READY_DEADLINE_S:.0f} s")
+
+    def release(self) -> None:
+        """Give the reserved ranks back; whatever still runs on them ends."""
+        for group in self.groups.values():
+            remove_placement_group(group)
 
     def lease(self, rank: str) -> dict[str, Any]:
         """Ray options that place an actor on its rank."""

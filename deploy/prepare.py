@@ -15,6 +15,7 @@ from typing import Any
 
 from cluster.config import Config, build, dump
 from cluster.errors import ConfigError
+from deploy.models import check_maker
 
 CACHE = Path(".cache")
 PREPARE_DEADLINE_S = 1800.0
@@ -27,21 +28,22 @@ def model_folder(config: Config, cache: Path = CACHE) -> Path:
     """
     if config.model.path:
         return check_folder(Path(config.model.path))
+    check_maker(config.model.maker)
     folder = cache / "models" / fingerprint(config)
     if not (folder / "config.json").exists():
         make_in_child(config, folder)
     return check_folder(folder)
 
 
-def check_folder(folder: Path) -> Path:
-    """Refuse a folder that lacks what every process needs of it."""
+def check_folder(folder: Path, setting: str = "model.path") -> Path:
+    """Refuse a folder that lacks what every process needs of it; ``setting`` is what named it."""
     if not folder.is_dir():
-        raise ConfigError(f"model.path = {str(folder)!r}: no such folder")
+        raise ConfigError(f"{setting} = {str(folder)!r}: no such folder")
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).exists():
-            raise ConfigError(f"model.path = {str(folder)!r}: it has no {name}")
+            raise ConfigError(f"{setting} = {str(folder)!r}: it has no {name}")
     if not list(folder.glob("*.safetensors")):
-        raise ConfigError(f"model.path = {str(folder)!r}: it has no *.safetensors")
+        raise ConfigError(f"{setting} = {str(folder)!r}: it has no *.safetensors")
     return folder.resolve()
 
 

@@ -10,6 +10,7 @@ from cluster import codec
 from cluster.config import Config, build
 from cluster.controller import Controller
 from cluster.messages import EvalEpisode, EvalSummary, Grant, Published, Pull
+from cluster.processes import announce
 from cluster.stream import RedisQueue
 from cluster.trace import Trace
 from deploy.paths import RunFolder
@@ -27,6 +28,7 @@ class ControllerActor:
     """
 
     def __init__(self, tree: dict[str, Any], url: str, folder: str) -> None:
+        announce()
         self.config: Config = build(tree)
         self.folder = RunFolder(folder)
         self.url = url

@@ -16,6 +16,7 @@ from msgspec.structs import replace as changed
 
 from cluster.config import Config, build
 from cluster.errors import ConfigError
+from cluster.model_folder import ids_in_use
 from deploy.paths import RunFolder
 from deploy.prepare import model_folder
 from learner.form import build as form
@@ -56,13 +57,20 @@ def replay(path: Path) -> int:
     return 0 if worst <= TOLERANCE else 1
 
 
-def replayed(config: Config, record: Path, model: Path) -> list[Compared]:
-    """Train every recorded step at world size 1. Raises FileNotFoundError without a record."""
-    single = changed(config, learner=changed(config.learner, ranks=1))
+def replayed(
+    config: Config, record: Path, model: Path, micro_rows: int | None = None
+) -> list[Compared]:
+    """Train every recorded step at world size 1, with other micro-batches if ``micro_rows`` is given.
+
+    Raises FileNotFoundError without a record.
+    """
+    rows = config.learner.micro_rows if micro_rows is None else micro_rows
+    single = changed(config, learner=changed(config.learner, ranks=1, micro_rows=rows))
+    used = ids_in_use(model)
     scorer = None
     if config.objective.kl_coef > 0:
-        scorer = ReferenceScorer(config.scorer.path or model, config.learner.dtype)
-    learner = LearnerRank(single, str(model), 0, 1, config.run.seed)
+        scorer = ReferenceScorer(config.scorer.path or model, config.learner.dtype, vocab_used=used)
+    learner = LearnerRank(single, str(model), 0, 1, config.run.seed, used)
     learner.join("127.0.0.1", _free_port())
     compared = []
     try:

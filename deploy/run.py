@@ -8,28 +8,32 @@ training.
 import asyncio
 import json
 import shutil
-import signal
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from actors.remote import RemoteEnvWorker, RemoteGeneratorActor
 from cluster import codec
 from cluster.config import Config, dump
 from cluster.errors import ConfigError
 from cluster.messages import EvalSummary
+from cluster.processes import VARIABLE as PID_VARIABLE
+from cluster.processes import announce, record
 from cluster.stream import RedisQueue
 from cluster.trace import Trace
+from cluster.types import Weights
 from cluster.valkey import ValkeyServer
 from deploy import local
+from deploy.leftovers import end_leftovers, remove_leftovers
 from deploy.paths import RunFolder
 from deploy.placement import Ranks
-from deploy.prepare import model_folder
 from deploy.remote import RemoteController
 from deploy.report import write_report
+from deploy.signals import Stopper, settled
 from deploy.summary import closing_rows, summarise_run
 from deploy.supervise import ComponentFailed, Supervisor, answer, kill
 from deploy.view import View
@@ -38,43 +42,21 @@ from learner.remote import RemoteFeeder, RemoteLearner, RemoteScorer
 REPO = Path(__file__).resolve().parent.parent
 STATUS_EVERY_S = 0.5
 EVAL_DEADLINE_S = 1800.0
-STOP_DEADLINE_S = 20.0
+STOP_DEADLINE_S = 8.0
 ANSWER_DEADLINE_S = 90.0
 
 
-def start(config: Config, path: Path, resumed: bool) -> int:
-    """Prepare folder and model, run the job, print where things are; returns the exit code."""
-    check_queue_url(config.queue.url)
-    folder = RunFolder(path)
-    with View(f"Springtide: {config.run.name}", config.run.steps) as view:
-        with view.phase("preparing the model"):
-            model = model_folder(config)
-        folder.make()
-        folder.config.write_text(json.dumps(dump(config), indent=2) + "\n")
-        try:
-            summary = train(config, folder, model, view)
-        except asyncio.CancelledError:
-            sys.stderr.write(f"springtide: interrupted; continue with --resume {folder.path}\n")
-            return 130
-        view.note(f"{folder.summary}\n  {folder.report}")
-    return 0 if summary["ledger"]["balanced"] else 1
+def train(
+    config: Config, folder: RunFolder, model: Path, view: View, stopper: Stopper | None = None
+) -> dict[str, Any]:
+    """Run the job in this process; returns the summary.
 
-
-def train(config: Config, folder: RunFolder, model: Path, view: View) -> dict[str, Any]:
-    """Run the job in this process; returns the summary. Raises SpringtideError with one clear cause."""
-    return asyncio.run(_interruptible(Job(config, folder, model, view)))
-
-
-async def _interruptible(job: "Job") -> dict[str, Any]:
-    """Ctrl-C and SIGTERM cancel the job once; it then takes everything down in good order."""
-    task = asyncio.create_task(job.run())
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)
-    job.restore_signals = lambda: [  # Ray's own handlers would replace ours
-        loop.add_signal_handler(number, task.cancel) for number in (signal.SIGINT, signal.SIGTERM)
-    ]
-    return await task
+    Raises SpringtideError with one clear cause, CancelledError after Ctrl-C or SIGTERM.
+    """
+    stopper = stopper or Stopper()
+    job = Job(config, folder, model, view)
+    job.restore_signals = stopper.install  # Ray's own handlers replace ours
+    return asyncio.run(stopper.run(job.run()))
 
 
 class Job:
@@ -89,34 +71,49 @@ class Job:
         self.trace = Trace(folder.trace, "driver")
         self.server: ValkeyServer | None = None
         self.handles: dict[str, Any] = {}
+        self.ranks: Ranks | None = None
         self.evaluations: dict[str, EvalSummary] = {}
         self.restore_signals: Any = lambda: None
 
     async def run(self) -> dict[str, Any]:
         """Start, train, evaluate, summarise; take everything down on every path."""
+        await asyncio.to_thread(end_leftovers, self.folder.pids)
+        await asyncio.to_thread(remove_leftovers)
+        announce(self.folder.pids / "driver")
         self.trace("job_start", {})
         temporary: Path | None = None
         supervisor: Supervisor | None = None
         try:
             with self.view.phase("starting the queue"):
-                url = await self._start_queue()
+                url, resumed = await self._start_queue()
             with self.view.phase("starting Ray"):
                 temporary = local.start(self.config, self._namespace(), self._slots(), REPO)
                 self.restore_signals()
+                self._check_reach()
             supervisor = Supervisor(self._event, self.config.generator.max_restarts)
             with self.view.phase("starting generators, learners and workers"):
                 self._create(url)
                 self._supervise(supervisor)
+                feeder = supervisor.run_to_end("feeder", self.handles["feeder"]) if resumed else None
                 await self._until(supervisor, self._generators_ready())
-            await self._until(supervisor, self._train(supervisor))
+            await self._until(supervisor, self._train(supervisor, feeder))
             return await self._conclude(url)
         finally:
-            await self._stop(supervisor, temporary)
+            await settled(self._stop(supervisor, temporary))
 
     # -- start --------------------------------------------------------------------------
 
     def _namespace(self) -> str:
         return self.config.cluster.namespace or self.folder.run_id
+
+    def _check_reach(self) -> None:
+        """In a cluster of several machines, actors elsewhere cannot reach a server on our loopback."""
+        foreign = local.foreign_nodes() if self.server is not None else []
+        if foreign:
+            raise ConfigError(
+                f"queue.url is needed: the cluster has nodes on other machines ({', '.join(foreign[:3])}), "
+                "and the job's own queue server listens on 127.0.0.1 only"
+            )
 
     def _slots(self) -> int:
         """Logical cores of a local Ray: one a rank, one each for workers, controller and feeder."""
@@ -130,31 +127,46 @@ class Job:
             + [f"scorer-{i}" for i in range(config.scorer.replicas)]
         )
 
-    async def _start_queue(self) -> str:
+    async def _start_queue(self) -> tuple[str, bool]:
+        """Its URL, and whether weights were published before: then the feeder must publish again.
+
+        The files of an earlier driver are gone, so nobody may be told to load them.
+        """
         url = self.config.queue.url
         if not url:
             self.server = ValkeyServer(self.folder.queue, fsync=self.config.queue.fsync)
-            await asyncio.to_thread(self.server.start)
+            await settled(asyncio.to_thread(self.server.start))
             url = self.server.url
+            self._record_queue(self.server)
         queue = RedisQueue(url, prefix=self.config.queue.prefix, run=self.folder.run_id, deadline_s=5.0)
         try:
-            await queue.get("epoch")  # an unreachable server is an error now, not in an actor later
+            raw = await queue.get("weights")  # an unreachable server is an error now, not in an actor later
+            if raw:
+                weights = codec.decode(raw, Weights)
+                await queue.put("weights", codec.encode(replace(weights, location="")))
         finally:
             await queue.aclose()
-        return url
+        return url, bool(raw)
+
+    def _record_queue(self, server: ValkeyServer) -> None:
+        if server.pid is not None:
+            record(self.folder.pids / "valkey", server.pid)
 
     def _create(self, url: str) -> None:
         """Every actor, placed on its rank; Ray restarts a dead process under the same handle."""
         config, folder, model = self.config, self.folder, str(self.model)
         tree = dump(config)
         gpus = local.gpus() >= len(self._rank_names())
-        ranks = Ranks(self._rank_names(), gpus, reserved=config.env.workers + 2)
+        ranks = self.ranks = Ranks(self._rank_names(), gpus, reserved=config.env.workers + 2)
         threads = {"generator": config.generator.threads, "learner": config.learner.threads,
                    "scorer": config.scorer.threads}
 
         def make(kind: Any, name: str, *arguments: Any, **options: Any) -> Any:
             role = name.partition("-")[0]
-            variables = {"OMP_NUM_THREADS": str(threads.get(role, 1))}
+            variables = {
+                "OMP_NUM_THREADS": str(threads.get(role, 1)),
+                PID_VARIABLE: str(folder.pids / name),
+            }
             lease = ranks.lease(name) if name in ranks.seats else {"num_cpus": 1}
             handle = kind.options(
                 name=name,
@@ -171,7 +183,7 @@ class Job:
         for i in range(config.learner.ranks):
             make(RemoteLearner, f"learner-{i}", tree, model, i, folder.run_id, str(folder.weights))
         for i in range(config.scorer.replicas):
-            make(RemoteScorer, f"scorer-{i}", tree, model, max_task_retries=-1)
+            make(RemoteScorer, f"scorer-{i}", tree, model)
         make(RemoteController, "controller", tree, url, str(folder.path))
         for i in range(config.env.workers):
             name = f"worker-{i}"
@@ -193,7 +205,8 @@ class Job:
             await asyncio.sleep(0.2)
             if not server.alive:
                 self._event("component_died", {"component": "valkey", "cause": "process ended"})
-                await asyncio.to_thread(server.restart)
+                await settled(asyncio.to_thread(server.restart))
+                self._record_queue(server)
 
     async def _generators_ready(self) -> None:
         deadline = time.monotonic() + self.config.generator.start_timeout_s
@@ -210,11 +223,11 @@ class Job:
 
     # -- the run ------------------------------------------------------------------------
 
-    async def _train(self, supervisor: Supervisor) -> None:
+    async def _train(self, supervisor: Supervisor, feeder: asyncio.Future[Any] | None) -> None:
         if self.config.eval.before:
             await self._evaluate("before")
         await self._ask("open_admission", True)
-        feeder = supervisor.run_to_end("feeder", self.handles["feeder"])
+        feeder = feeder or supervisor.run_to_end("feeder", self.handles["feeder"])
         shower = asyncio.create_task(self._show())
         try:
             await feeder
@@ -294,9 +307,19 @@ class Job:
 
     async def _stop(self, supervisor: Supervisor | None, temporary: Path | None) -> None:
         """Nothing of the job survives: actors, engines, Ray, the queue, shared memory, temp folder."""
-        self.view.stop()
-        if supervisor is not None:
-            await supervisor.stop()
+        async with AsyncExitStack() as last_first:  # each step is done, whatever becomes of the others
+            last_first.callback(self.trace.close)
+            last_first.callback(shutil.rmtree, self.folder.pids, ignore_errors=True)
+            last_first.callback(shutil.rmtree, self.folder.weights, ignore_errors=True)
+            last_first.push_async_callback(asyncio.to_thread, local.stop, temporary)
+            if self.server is not None:  # before Ray, which waits for all processes below this one
+                last_first.push_async_callback(asyncio.to_thread, self.server.stop)
+            last_first.push_async_callback(self._end_actors)
+            if supervisor is not None:
+                last_first.push_async_callback(supervisor.stop)
+            last_first.callback(self.view.stop)
+
+    async def _end_actors(self) -> None:
         if self.handles:
             closing = [h.close.remote() for n, h in self.handles.items() if n.startswith("generator")]
             closing += [h.stop.remote() for n, h in self.handles.items() if n.startswith("worker")]
@@ -304,11 +327,9 @@ class Job:
                 await asyncio.wait_for(asyncio.gather(*closing, return_exceptions=True), STOP_DEADLINE_S)
             with quiet():
                 kill(list(self.handles.values()))
-        await asyncio.to_thread(local.stop, temporary)
-        if self.server is not None:
-            await asyncio.to_thread(self.server.stop)
-        shutil.rmtree(self.folder.weights, ignore_errors=True)
-        self.trace.close()
+        if self.ranks is not None:
+            with quiet():
+                self.ranks.release()
 
 
 @contextmanager
@@ -316,7 +337,7 @@ def quiet() -> Iterator[None]:
     """While stopping, what is already gone need not be told so; ``local.stop`` ends the rest."""
     try:
         yield
-    except (Exception, asyncio.CancelledError):
+    except Exception:
         return
 
 
@@ -342,10 +363,3 @@ def view_status(status: dict[str, Any], config: Config) -> dict[str, Any]:
         "ledger": status["ledger"],
         "ranks": ranks,
     }
-
-
-def check_queue_url(url: str) -> None:
-    """Refuse a URL that is none."""
-    if url and not url.startswith(("redis://", "rediss://", "unix://")):
-        raise ConfigError(f"queue.url = {url!r}: must start with redis://, rediss:// or unix://")
-

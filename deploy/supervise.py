@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from cluster.errors import ConfigError, SpringtideError
+from cluster.errors import ConfigError, SpringtideError, TooManyFailures
 
 CALM_S = 60.0
 """An actor that ran this long is healthy again: its restart count starts anew."""
@@ -95,8 +95,8 @@ class Supervisor:
                 cause = "its run ended although the job goes on"
             except RayTaskError as error:
                 cause = f"{type(error.cause).__name__}: {error.cause}" if error.cause else str(error)
-                if first or isinstance(error.cause, ConfigError):
-                    self._fail(name, cause)
+                if first or isinstance(error.cause, (ConfigError, TooManyFailures)):
+                    self._fail(name, cause, getattr(error.cause, "boundary", ""))
                     return
             except RayActorError as error:
                 cause = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -110,9 +110,11 @@ class Supervisor:
                 return
             await asyncio.sleep(BACKOFF_S[min(in_a_row, len(BACKOFF_S)) - 1])
 
-    def _fail(self, name: str, cause: str) -> None:
+    def _fail(self, name: str, cause: str, boundary: str = "") -> None:
+        error = ComponentFailed(f"{name}: {cause}")
+        error.boundary = boundary or error.boundary
         if not self.failed.done():
-            self.failed.set_exception(ComponentFailed(f"{name}: {cause}"))
+            self.failed.set_exception(error)
 
 
 async def answer(name: str, call: Callable[[], Any], deadline_s: float) -> Any:
@@ -125,6 +127,9 @@ async def answer(name: str, call: Callable[[], Any], deadline_s: float) -> Any:
             if time.monotonic() >= deadline:
                 raise ComponentFailed(f"{name} did not answer within {deadline_s:.0f} s: {error}") from error
             await asyncio.sleep(0.3)
+        except RayTaskError as error:
+            cause = f"{type(error.cause).__name__}: {error.cause}" if error.cause else str(error)
+            raise ComponentFailed(f"{name}: {cause}") from error
 
 
 def kill(handles: list[Any]) -> None:

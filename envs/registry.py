@@ -89,8 +89,8 @@ def load_class(path: str) -> type[Any]:
 def _configured_class(path: str) -> type[Any]:
     try:
         return load_class(path)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"env.name: cannot load {path}: {error}") from error
+    except Exception as error:  # whatever a foreign module raises while imported
+        raise ConfigError(f"env.name: cannot load {path}: {type(error).__name__}: {error}") from error
 
 
 def _split(name: str, params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

