@@ -25,7 +25,7 @@ from cluster import codec
 from cluster.config import Config, build
 from cluster.errors import EngineFailed
 from cluster.messages import EvalEpisode, GeneratorHealth, Grant, Pull
-from cluster.processes import announce
+from cluster.processes import announce, sole
 from cluster.stream import RedisQueue
 from cluster.types import Completion, Request, Weights
 from envs.pool import EnvPool
@@ -164,6 +164,7 @@ class EnvWorkerActor:
         self.log_folder = Path(log_folder)
         self.worker: Worker | None = None
 
+    @sole
     async def run(self) -> None:
         """Work until ``stop``."""
         config = self.config

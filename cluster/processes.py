@@ -4,10 +4,16 @@
 that was given the same number, so nothing foreign is ever signalled.
 """
 
+import functools
 import os
+import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import psutil
+
+T = TypeVar("T")
 
 VARIABLE = "SPRINGTIDE_PID_FILE"
 """Where an actor's process finds the path of its file (set by the driver)."""
@@ -50,3 +56,25 @@ def living(folder: str | Path) -> dict[str, psutil.Process]:
         if process is not None:
             found[path.name] = process
     return found
+
+
+def sole(run: Callable[[Any], Awaitable[T]]) -> Callable[[Any], Awaitable[T]]:
+    """For an actor's ``run``: a call while an earlier one is under way ends the process.
+
+    It means that the caller lost sight of the earlier one (a broken connection looks like a dead
+    process). Two at once would share one name; a fresh process is in one state for certain.
+    """
+    running: set[int] = set()
+
+    @functools.wraps(run)
+    async def guarded(self: Any) -> T:
+        if id(self) in running:
+            sys.stderr.write(f"{type(self).__name__}.run was called while it ran: starting afresh\n")
+            os._exit(1)
+        running.add(id(self))
+        try:
+            return await run(self)
+        finally:
+            running.discard(id(self))
+
+    return guarded

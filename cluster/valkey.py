@@ -54,6 +54,7 @@ class ValkeyServer:
         self.fsync = fsync
         self.port = port
         self._chosen = port != 0
+        self._served = False  # on this port, at least once
         self._password = password or secrets.token_hex(16)
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
@@ -93,11 +94,12 @@ class ValkeyServer:
                 self._launch(deadline_s)
             except StreamFailed as error:
                 self._clean()
-                if "in use" not in str(error) or time.monotonic() > deadline:
+                foreign = self._chosen and not self._served
+                if foreign or "in use" not in str(error) or time.monotonic() > deadline:
                     raise
                 time.sleep(0.1)  # our own port may be held for a moment by a client's attempt
             else:
-                self._chosen = True  # restarts come back on the same port
+                self._chosen = self._served = True  # restarts come back on the same port
                 return
             finally:
                 self._unlock()

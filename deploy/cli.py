@@ -56,8 +56,8 @@ def parser() -> argparse.ArgumentParser:
     evaluate = commands.add_parser("eval", help="evaluate a checkpoint on held-out tasks")
     evaluate.add_argument("recipe")
     evaluate.add_argument("overrides", nargs="*", metavar="key=value")
-    evaluate.add_argument("--checkpoint", required=True, help="a checkpoint or model folder")
-    evaluate.add_argument("--against", help="another one, for a paired difference on the same tasks")
+    evaluate.add_argument("--checkpoint", required=True, help='a checkpoint or model folder, or "base"')
+    evaluate.add_argument("--against", help="another one: paired difference on the same tasks")
     evaluate.add_argument("--json", metavar="FILE", help="write the result")
     evaluate.set_defaults(handler=_evaluate)
 
@@ -121,15 +121,23 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
+    folder = Path(arguments.run)
+    if not (folder / "config.json").exists():
+        raise ConfigError(f"{folder} is no run folder: it has no config.json")
+    if not (folder / "record").is_dir():
+        raise ConfigError(f"{folder} holds no record: train with run.record=true")
     from deploy.replay import replay
 
-    return replay(Path(arguments.run))
+    return replay(folder)
 
 
 def _report(arguments: argparse.Namespace) -> int:
     from deploy.report import write_report
 
-    print(write_report(arguments.run))
+    try:
+        print(write_report(arguments.run))
+    except (FileNotFoundError, ValueError) as error:
+        raise ConfigError(f"no report of {arguments.run}: {error}") from error
     return 0
 
 

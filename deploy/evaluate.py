@@ -31,7 +31,7 @@ from cluster.memory import MemoryQueue
 from cluster.messages import EvalEpisode, EvalSummary, GeneratorHealth
 from cluster.types import Weights
 from deploy.preflight import check_environment, check_model, rehearse
-from deploy.prepare import check_folder
+from deploy.prepare import check_folder, model_folder
 from deploy.signals import Stopper
 from envs.pool import EnvPool
 from envs.registry import build_tasks, builder
@@ -39,6 +39,7 @@ from learner.manifest import verify
 
 DEADLINE_S = 3600.0
 NAME = "generator-0"
+BASE = "base"  # instead of a folder: the weights that the recipe starts from
 
 
 class LocalGenerator:
@@ -72,10 +73,11 @@ def weights_folder(path: str) -> Path:
 
 
 def evaluate(config: Config, checkpoint: str, against: str | None, file: str | None) -> int:
-    """Evaluate, print, and write JSON if asked."""
-    folders = {"checkpoint": weights_folder(checkpoint)}
-    if against:
-        folders["against"] = weights_folder(against)
+    """Evaluate, print, and write JSON if asked. "base" stands for the recipe's initial weights."""
+    named = {"checkpoint": checkpoint} | ({"against": against} if against else {})
+    folders = {
+        name: model_folder(config) if path == BASE else weights_folder(path) for name, path in named.items()
+    }
     tasks = check_environment(config)
     for folder in folders.values():
         rehearse(config, tasks, check_model(config, folder))
@@ -134,7 +136,9 @@ async def _interruptible(config: Config, model: Path) -> dict[str, tuple[EvalSum
     """Ctrl-C and SIGTERM clean up, then leave at once: a model that loads in a thread cannot be stopped."""
     stopper = Stopper()
     try:
-        return await stopper.run(_run_suites(config, model))
+        with tempfile.TemporaryDirectory(prefix=f"springtide-{os.getpid()}-eval-") as folder:
+            os.environ["VLLM_RPC_BASE_PATH"] = folder  # the engine's sockets
+            return await stopper.run(_run_suites(config, model, Path(folder)))
     except asyncio.CancelledError:
         sys.stderr.write("springtide: interrupted\n")
         sys.stderr.flush()
@@ -144,7 +148,9 @@ async def _interruptible(config: Config, model: Path) -> dict[str, tuple[EvalSum
         os._exit(stopper.exit_code)
 
 
-async def _run_suites(config: Config, model: Path) -> dict[str, tuple[EvalSummary, list[EvalEpisode]]]:
+async def _run_suites(
+    config: Config, model: Path, folder: Path
+) -> dict[str, tuple[EvalSummary, list[EvalEpisode]]]:
     engine = Engine(model, config.generator, config.harness.max_context, NAME, config.run.seed * 1000)
     tasks = build_tasks(config.env.name, config.env.params, config.run.seed)
     queue = MemoryQueue()
@@ -156,25 +162,25 @@ async def _run_suites(config: Config, model: Path) -> dict[str, tuple[EvalSummar
         await pool.start()
         await engine.start()
         await controller.start()
-        with tempfile.TemporaryDirectory(prefix="springtide-eval-") as log:
-            worker = Worker(
-                "worker-0", config, queue, router, pool, Tokenizer(str(model), config.model.template),
-                controller, folder=Path(log), reward=Reward(config.reward.weights),
-            )  # fmt: skip
-            background = [asyncio.create_task(controller.run()), asyncio.create_task(worker.run())]
-            found: dict[str, tuple[EvalSummary, list[EvalEpisode]]] = {}
-            for mode in config.eval.modes:
-                summary = await _or_fail(
-                    controller.evaluate(f"eval_{mode}", mode, config.eval.tasks, DEADLINE_S), background
-                )
-                episodes = controller.evaluations.episodes(f"eval_{mode}")
-                if summary.failed == summary.tasks:
-                    raise EnvFailed(f"all {summary.tasks} evaluation tasks failed; the last: {episodes[-1].error}")
-                found[mode] = (summary, episodes)
-            worker.stop()
-            await controller.stop()
-            await asyncio.wait(background, timeout=10.0)
-            return found
+        worker = Worker(
+            "worker-0", config, queue, router, pool, Tokenizer(str(model), config.model.template),
+            controller, folder=folder, reward=Reward(config.reward.weights),
+        )  # fmt: skip
+        background = [asyncio.create_task(controller.run()), asyncio.create_task(worker.run())]
+        found: dict[str, tuple[EvalSummary, list[EvalEpisode]]] = {}
+        for mode in config.eval.modes:
+            summary = await _or_fail(
+                controller.evaluate(f"eval_{mode}", mode, config.eval.tasks, DEADLINE_S), background
+            )
+            episodes = controller.evaluations.episodes(f"eval_{mode}")
+            if summary.failed == summary.tasks:
+                last = episodes[-1].error
+                raise EnvFailed(f"all {summary.tasks} evaluation tasks failed; the last: {last}")
+            found[mode] = (summary, episodes)
+        worker.stop()
+        await controller.stop()
+        await asyncio.wait(background, timeout=10.0)
+        return found
     finally:
         for task in background:
             task.cancel()

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from cluster.config import Config
 from cluster.errors import ConfigError
 
 GRACE_S = 5.0
-EXCLUDED = [".venv", ".git", ".cache", "runs", "bench.json", "*.egg-info"]  # of the upload to a joined cluster
+EXCLUDED = [".venv", ".git", ".cache", "runs", "bench.json", "*.egg-info"]
+"""What of the repository is not uploaded to a cluster that we join."""
 
 
 def start(config: Config, namespace: str, slots: int, repo: Path) -> Path | None:
@@ -28,9 +30,16 @@ def start(config: Config, namespace: str, slots: int, repo: Path) -> Path | None
     another machine or account than the one that ran ``ray start`` copies that file once. The
     repository is uploaded as the actors' working directory.
 
-    Raises ConfigError when the address cannot be reached, or the token is refused; CancelledError when SIGTERM came while Ray's own handler was in force.
+    Raises ConfigError when the address cannot be reached or the token is refused, CancelledError
+    when SIGTERM came while Ray's own handler was in force.
     """
-    environment = {"PYTHONPATH": str(repo), "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))  # a user's own environments
+    paths = [str(repo), *(os.path.abspath(path) for path in given)]
+    environment = {
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
+        "HF_HUB_OFFLINE": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
     common: dict[str, Any] = {
         "namespace": namespace,
         "runtime_env": {"env_vars": environment},
@@ -43,6 +52,7 @@ def start(config: Config, namespace: str, slots: int, repo: Path) -> Path | None
         join(config.cluster.address, common)
         return None
     folder = Path(tempfile.mkdtemp(prefix=f"springtide-ray-{os.getpid()}-"))
+    environment["VLLM_RPC_BASE_PATH"] = str(folder)  # sockets, otherwise left in the temporary folder
     try:
         ray.init(
             address="local",
@@ -51,6 +61,9 @@ def start(config: Config, namespace: str, slots: int, repo: Path) -> Path | None
             include_dashboard=config.cluster.dashboard,
             dashboard_port=config.cluster.dashboard_port,
             _temp_dir=str(folder),
+            # Our actors bring their own environment variables, so workers started ahead of them would
+            # only cost start-up time and memory.
+            _system_config={"prestart_worker_first_driver": False},
             **common,
         )
     except BaseException as error:
@@ -75,10 +88,10 @@ def join(address: str, common: dict[str, Any]) -> None:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def foreign_nodes() -> list[str]:
-    """Addresses of the cluster's nodes that are not this machine."""
+def foreign_nodes(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Addresses of the living nodes (as ``ray.nodes()`` tells them) that are not this machine."""
     ours = {a.address for addresses in psutil.net_if_addrs().values() for a in addresses}
-    alive = {str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
+    alive = {str(node["NodeManagerAddress"]) for node in nodes if node["Alive"]}
     return sorted(alive - ours)
 
 

@@ -16,6 +16,7 @@ from actors.harness.chat import ChatHarness
 from actors.tokenizer import Tokenizer
 from cluster.config import ClusterConfig, Config
 from cluster.errors import ConfigError, EnvFailed
+from cluster.model_folder import ids_in_use
 from cluster.stream import RedisQueue
 from envs.base import TaskSet
 from envs.pool import EnvPool
@@ -93,19 +94,13 @@ def check_model(config: Config, model: Path) -> ChatHarness:
         facts: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    tokenizer = Tokenizer(model, config.model.template)
-    vocabulary = facts.get("vocab_size")
-    if isinstance(vocabulary, int) and tokenizer.vocab_size > vocabulary:
-        raise ConfigError(
-            f"model folder {model}: its tokenizer has {tokenizer.vocab_size} ids, the model's vocab_size is "
-            f"{vocabulary}: they do not belong together"
-        )
+    ids_in_use(model)
     longest, wanted = facts.get("max_position_embeddings"), config.harness.max_context
     if isinstance(longest, int) and wanted > longest:
         raise ConfigError(
             f"harness.max_context = {wanted}: the model has {longest} positions (max_position_embeddings)"
         )
-    return ChatHarness(tokenizer, config.harness)
+    return ChatHarness(Tokenizer(model, config.model.template), config.harness)
 
 
 def rehearse(config: Config, tasks: TaskSet, harness: ChatHarness) -> None:
@@ -139,8 +134,8 @@ async def _first_observation(pool: EnvPool, tasks: TaskSet) -> str:
         try:
             task = tasks.task("train", index)
         except Exception as error:  # a foreign task set may raise anything
-            name = type(error).__name__
-            raise ConfigError(f'env: task("train", {index}) of the task set raised {name}: {error}') from error
+            what = f"{type(error).__name__}: {error}"
+            raise ConfigError(f'env.name: task("train", {index}) of its task set raised {what}') from error
         handle = await pool.acquire()
         try:
             return await handle.start(task, task.seed)

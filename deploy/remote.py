@@ -10,7 +10,7 @@ from cluster import codec
 from cluster.config import Config, build
 from cluster.controller import Controller
 from cluster.messages import EvalEpisode, EvalSummary, Grant, Published, Pull
-from cluster.processes import announce
+from cluster.processes import announce, sole
 from cluster.stream import RedisQueue
 from cluster.trace import Trace
 from deploy.paths import RunFolder
@@ -36,6 +36,7 @@ class ControllerActor:
         self._controller: Controller | None = None
         self._sink: RaySink | None = None
 
+    @sole
     async def run(self) -> None:
         """Restore and supervise until ``stop``."""
         env = self.config.env

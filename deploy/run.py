@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import ray
 from msgspec.structs import replace
 
 from actors.remote import RemoteEnvWorker, RemoteGeneratorActor
@@ -108,7 +109,7 @@ class Job:
 
     def _check_reach(self) -> None:
         """In a cluster of several machines, actors elsewhere cannot reach a server on our loopback."""
-        foreign = local.foreign_nodes() if self.server is not None else []
+        foreign = local.foreign_nodes(ray.nodes()) if self.server is not None else []
         if foreign:
             raise ConfigError(
                 f"queue.url is needed: the cluster has nodes on other machines ({', '.join(foreign[:3])}), "
@@ -266,6 +267,7 @@ class Job:
             try:
                 status = await self._ask("status", deadline_s=5.0)
             except ComponentFailed:
+                await asyncio.sleep(STATUS_EVERY_S)
                 continue
             self.view.update(view_status(status, self.config))
             await asyncio.sleep(STATUS_EVERY_S)

@@ -53,7 +53,8 @@ class Stopper:
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Await ``work``; raises CancelledError after it was interrupted and has cleaned up."""
-        task = self._task = asyncio.create_task(work)
+        task = asyncio.create_task(work)
+        self._task = task
         self.install()
         return await task
 

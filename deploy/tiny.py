@@ -1,8 +1,8 @@
-"""A tiny policy made from nothing: a stock Qwen3 or Llama of some 100,000 weights that knows a few dozen words.
+"""A tiny policy made from nothing: a stock Qwen3 or Llama that knows a few dozen words.
 
-It exists so that the whole machine, engine included, can be run and watched on two CPU cores. Its
-tokenizer is word-level (what stands between blanks is one token), and its chat template appends
-only: the text of a longer chat starts with the text of a shorter one.
+It exists so that the whole machine, engine included, can be run and watched on two CPU cores. It has
+some 100,000 weights and a word-level tokenizer (what stands between blanks is one token). Its chat
+template appends only: the text of a longer chat starts with the text of a shorter one.
 """
 
 import os

@@ -32,7 +32,7 @@ Row = tuple[NDArray[np.int32], NDArray[np.bool_]]  # token ids [T], imitated or 
 class WarmConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``model.warm_params``."""
 
-    episodes: int = 6000
+    episodes: int = 4000
     tasks: int = 1500  # different tasks among the episodes
     epochs: int = 2
     batch: int = 32  # episodes per step

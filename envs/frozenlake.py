@@ -55,7 +55,11 @@ class FrozenLake(Env):
         """``task.data["map"]`` holds the rows, say ``["SFF", "HFF", "FFG"]``; nothing here is random."""
         self._rows: list[str] = [str(row) for row in task.data["map"]]
         self._lake = gymnasium.make(
-            "FrozenLake-v1", desc=self._rows, is_slippery=False, max_episode_steps=-1, disable_env_checker=True
+            "FrozenLake-v1",
+            desc=self._rows,
+            is_slippery=False,
+            max_episode_steps=-1,  # none: the caller limits the turns
+            disable_env_checker=True,
         )
         state, _ = self._lake.reset(seed=seed)
         self._state = int(state)
@@ -116,11 +120,11 @@ class FrozenLakeTasks(TaskSet):
 
     splits = ("train", "eval", "warm")
 
-    def __init__(self, size: int = 4, hole_p: float = 0.3, min_distance: int = 4, seed: int = 0) -> None:
+    def __init__(self, size: int = 4, hole_p: float = 0.35, min_distance: int = 4, seed: int = 0) -> None:
         _require(2 <= size <= MOST_SIZE, "size", size, f"must lie in 2..{MOST_SIZE}")
         _require(0.0 <= hole_p <= 0.8, "hole_p", hole_p, "must lie in 0..0.8 (more leaves no way)")
         most = 2 * (size - 1)
-        _require(1 <= min_distance <= most, "min_distance", min_distance, f"must lie in 1..{most} at this size")
+        _require(1 <= min_distance <= most, "min_distance", min_distance, f"must lie in 1..{most} here")
         self.size_, self.hole_p, self.min_distance, self.seed = size, hole_p, min_distance, seed
         self._maps: dict[str, list[list[str]]] = {split: [] for split in self.splits}
         self._streams = {split: self._draw(split) for split in self.splits}
@@ -134,8 +138,8 @@ class FrozenLakeTasks(TaskSet):
             found = next(self._streams[split], None)
             if found is None:
                 raise ConfigError(
-                    f"env.params: split {split!r} has only {len(maps)} different maps of size {self.size_} with"
-                    f" hole_p = {self.hole_p}, task {index} was asked for: take a larger size"
+                    f"env.params: split {split!r} has only {len(maps)} different maps of size {self.size_}"
+                    f" with hole_p = {self.hole_p}, task {index} was asked for: take a larger size"
                 )
             maps.append(found)
         return Task(id=f"{split}-{index}", env="frozenlake", seed=index, data={"map": maps[index]})
@@ -195,16 +199,22 @@ def split_of(rows: list[str]) -> str:
     return "eval" if residue in EVAL_RESIDUES else "warm" if residue in WARM_RESIDUES else "train"
 
 
-def scripted(observation: str, rng: random.Random, wander: float = 0.15) -> str:
-    """A mediocre player: walks towards the goal, looks at no cell, takes a random step with chance ``wander``.
+def scripted(observation: str, rng: random.Random, wander: float = 0.1, notice: float = 0.3) -> str:
+    """A mediocre player: walks straight towards the goal, along the longer way first, and falls often.
 
-    Which of two useful directions it takes is chance, so that its play holds every way of walking there.
+    With chance ``wander`` it takes a random step; with chance ``notice`` it sees that the cell ahead
+    is a hole and steps aside to any cell that is safe.
     """
     if rng.random() < wander:
         return rng.choice(list(MOVES))
-    offsets = [word.partition(":") for word in observation.split()[-2:]]
-    useful = [move for move, _, cells in offsets if cells != "0"]
-    return rng.choice(useful or list(MOVES))
+    around = dict(word.split(":") for word in observation.split()[: len(MOVES)])
+    offsets = [(move, int(cells)) for move, cells in (w.split(":") for w in observation.split()[-2:])]
+    longest = max(cells for _, cells in offsets)
+    ahead = rng.choice([move for move, cells in offsets if cells == longest])
+    safe = [move for move, cell in around.items() if cell not in ("hole", "edge")]
+    if around[ahead] == "hole" and safe and rng.random() < notice:
+        return rng.choice(safe)
+    return ahead
 
 
 def _require(ok: bool, name: str, value: object, why: str) -> None:

@@ -21,7 +21,7 @@ from cluster import codec
 from cluster.config import Config, build
 from cluster.messages import Published
 from cluster.model_folder import ids_in_use
-from cluster.processes import announce
+from cluster.processes import announce, sole
 from cluster.stream import RedisQueue
 from cluster.trace import Trace
 from cluster.types import Group, StepRecord, Weights
@@ -184,6 +184,7 @@ class FeederActor:
         self.url = url
         self.folder = {name: Path(path) for name, path in folder.items()}
 
+    @sole
     async def run(self) -> int:
         """Train to the end; returns the final version."""
         config = self.config

@@ -98,7 +98,7 @@ def _flatten(
 
 
 def _loss(model: PolicyModel, rows: FlatRows, weight: Tensor) -> Tensor:
-    logprobs, _ = model(rows)
+    logprobs: Tensor = model(rows)[0]
     return -(logprobs * weight).sum() / weight.sum()
 
 

@@ -37,11 +37,9 @@ from cluster.valkey import ValkeyServer
 from deploy.paths import RunFolder
 
 REPO = Path(__file__).resolve().parent.parent
+MARK = "SPRINGTIDE_TEST_JOB"  # an environment variable that the job's processes inherit
 SPECIAL = ["<pad>", "<unk>", "<u>", "<a>", "<end>"]
-WORDS = (
-    "higher lower guess right wrong a number between and the is too high low try again you have turns "
-    "left out of yes no 1 2 ."
-).split()
+WORDS = "higher lower guess right wrong a number between and the is too high low try again you have turns"
 TEMPLATE = (
     "{% for m in messages %}{% if m['role']=='user' %}<u> {{ m['content'] }} "
     "{% else %}<a> {{ m['content'] }}<end>{% endif %}{% endfor %}"
@@ -59,7 +57,7 @@ COIN: dict[str, Any] = {
 
 def make_player(folder: Path) -> Path:
     """A random two-layer model whose tokenizer knows the words of the ``coin`` environment."""
-    words = list(dict.fromkeys([*SPECIAL, *map(str, range(32)), *WORDS]))
+    words = list(dict.fromkeys([*SPECIAL, *map(str, range(32)), *WORDS.split()]))
     raw = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
     raw.add_special_tokens(SPECIAL)
@@ -96,6 +94,7 @@ class Job:
         self.config = load(self.recipe)
         self.process: subprocess.Popen[bytes] | None = None
         self.log = root / "log.txt"
+        self._seen: set[psutil.Process] = set()
 
     # -- the driver ---------------------------------------------------------------------
 
@@ -104,7 +103,7 @@ class Job:
         folder = self._folders()
         words = ["--resume", str(folder[0])] if folder else [str(self.recipe)]
         environment = dict(
-            os.environ, PYTHONPATH=str(REPO), OMP_NUM_THREADS="1", SPRINGTIDE_TEST_JOB=str(self.root)
+            os.environ, PYTHONPATH=str(REPO), OMP_NUM_THREADS="1", **{MARK: str(self.root)}
         )
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -137,6 +136,7 @@ class Job:
     def kill(self) -> float:
         """SIGKILL of the driver; returns when that was."""
         assert self.process is not None
+        self.remains()
         self.process.kill()
         self.process.wait()
         return time.monotonic()
@@ -165,17 +165,24 @@ class Job:
         return living(self.folder.pids) if self._folders() else {}
 
     def remains(self) -> list[psutil.Process]:
-        """Every living process that belongs to this job: by environment, folder or command line."""
-        found = []
+        """Every living process of this job: by its environment, its ancestors, or seen before.
+
+        Environment processes live in a sandbox without our variables; they are found below their
+        workers, and remembered when a worker was killed (so ask before killing).
+        """
         for process in psutil.process_iter():
             try:
-                if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
-                    continue
-                if process.environ().get("SPRINGTIDE_TEST_JOB") == str(self.root):
-                    found.append(process)
+                if process.environ().get(MARK) == str(self.root) and process.pid != os.getpid():
+                    self._seen.add(process)
             except (psutil.Error, OSError):
                 continue
-        return found
+        for process in list(self._seen):
+            try:
+                self._seen.update(process.children(recursive=True))
+            except psutil.Error:
+                continue
+        self._seen = {process for process in self._seen if lives(process)}
+        return sorted(self._seen, key=lambda process: int(process.pid))
 
     # -- its files ----------------------------------------------------------------------
 
@@ -225,8 +232,16 @@ class Job:
                 pytest.fail(f"the driver ended with {self.process.returncode} {what}\n{self.tail()}")
             if time.monotonic() > deadline:
                 pytest.fail(f"not within {timeout_s:.0f} s: {what}\n{self.tail()}")
-            time.sleep(0.1)
+            time.sleep(0.2)
         return value
+
+
+def lives(process: psutil.Process) -> bool:
+    """Running, and not only a zombie that waits for its parent."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
 def to_toml(tree: dict[str, Any], head: str = "") -> str:

@@ -1,6 +1,7 @@
 """kill -9 of every component at random instants: the job goes on, and its books balance."""
 
 import random
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -35,6 +36,7 @@ def kill_one(job: Job, name: str, before: set[int]) -> int:
         return process if process is not None and process.pid not in before else None
 
     process: psutil.Process = job.wait_for(found, 300.0, f"{name} has a process")
+    job.remains()  # remembers its children
     process.kill()
     return process.pid
 
@@ -46,18 +48,17 @@ def gone(job: Job, drivers: set[int], timeout_s: float) -> float:
         if time.monotonic() - begun > timeout_s:
             pytest.fail(f"still there: {[(p.pid, p.name(), p.cmdline()[:4]) for p in left]}")
         time.sleep(0.2)
-    assert not set(drivers) & set(map(lambda p: p.pid, psutil.process_iter()))
+    assert not any(psutil.pid_exists(pid) for pid in drivers)
     return time.monotonic() - begun
 
 
 def folders_of(drivers: set[int]) -> list[Path]:
     """Folders in shared memory and the temporary folder that these drivers made."""
-    return [
-        folder
-        for pid in drivers
-        for root, pattern in ((SHARED_MEMORY, f"springtide-{pid}-*"), (Path("/tmp"), f"springtide-ray-{pid}-*"))
-        for folder in root.glob(pattern)
-    ]
+    found = []
+    for pid in drivers:
+        found += SHARED_MEMORY.glob(f"springtide-{pid}-*")
+        found += Path(tempfile.gettempdir()).glob(f"springtide-ray-{pid}-*")
+    return found
 
 
 async def check_books(job: Job, steps: int) -> None:

@@ -25,7 +25,7 @@ from actors.slots import Slots
 from actors.tokenizer import Tokenizer
 from actors.worker import Worker
 from cluster.config import Config, EnvConfig, GeneratorConfig, HarnessConfig, RunConfig
-from cluster.errors import BadRequest, EngineFailed, EnvFailed, EnvTimeout, StreamFailed
+from cluster.errors import BadRequest, EngineFailed, EnvFailed, EnvTimeout, StreamFailed, TooManyFailures
 from cluster.memory import MemoryQueue
 from cluster.messages import EvalEpisode, GeneratorRow, Grant, Pull, Table
 from cluster.types import (
@@ -396,6 +396,37 @@ async def test_one_failed_member_leaves_its_group_alive(tokenizer: Tokenizer) ->
     await run_until_idle(make_worker(tokenizer, queue, desk, ScriptedEnvironments(play)), desk)
     (group,) = await queue.load(await queue.claim("c", 1, 0.0))
     assert (group.size, len(group.members)) == (4, 3)
+
+
+async def test_group_after_group_failing_ends_the_worker_with_the_cause(tokenizer: Tokenizer) -> None:
+    """A ready group starts the count anew; generators' failures don't count, others heal those."""
+    good = {"g2"}
+
+    def play(task: Task, turn: int, actions: list[str]) -> StepResult:
+        if task.id.removeprefix("task-") in good:
+            return StepResult("", {"success": 1.0}, done=True)
+        raise EnvFailed("the licence server is gone")
+
+    queue = MemoryQueue()
+    orders = [order(f"g{index}") for index in range(6)]
+    config = replace(CONFIG, run=replace(CONFIG.run, max_failed_groups=3))
+    desk = Desk(*[await admit(queue, [one]) for one in orders])
+    worker = make_worker(tokenizer, queue, desk, ScriptedEnvironments(play), config=config)
+    worker.set_slots(4)  # one group after the other
+    with pytest.raises(TooManyFailures, match=r"3 groups in a row failed .*: env: .*licence server is gone"):
+        async with asyncio.timeout(10):
+            await worker.run()
+    assert desk.groups_closed == ["g0", "g1", "g3", "g4"]
+
+    def broken(prompt: object, rng: object) -> list[int]:
+        raise EngineFailed("no generator")
+
+    queue = MemoryQueue()
+    desk = Desk(*[await admit(queue, [one]) for one in orders])
+    policy = ScriptedPolicy(broken)
+    worker = make_worker(tokenizer, queue, desk, ScriptedEnvironments(play), policy, config=config)
+    await run_until_idle(worker, desk)
+    assert len(desk.groups_closed) == len(orders)
 
 
 async def test_evaluation_stays_out_of_the_ledger(tokenizer: Tokenizer) -> None:
