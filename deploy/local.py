@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ def start(config: Config, namespace: str, slots: int, repo: Path) -> Path | None
         return None
     folder = Path(tempfile.mkdtemp(prefix=f"springtide-ray-{os.getpid()}-"))
     environment["VLLM_RPC_BASE_PATH"] = str(folder)  # sockets, otherwise left in the temporary folder
+    others = {child.pid for child in psutil.Process().children()}
     try:
         ray.init(
             address="local",
@@ -67,7 +68,7 @@ def start(config: Config, namespace: str, slots: int, repo: Path) -> Path | None
             **common,
         )
     except BaseException as error:
-        shutil.rmtree(folder, ignore_errors=True)
+        stop(folder, spare=others)
         if isinstance(error, SystemExit):  # Ray's own handler, in force while it starts
             raise asyncio.CancelledError from error
         raise
@@ -100,9 +101,16 @@ def gpus() -> int:
     return int(ray.cluster_resources().get("GPU", 0))
 
 
-def stop(folder: Path | None) -> list[str]:
-    """Shut Ray down; end every process that this one still has below it. Returns what was left."""
-    below = psutil.Process().children(recursive=True)
+def stop(folder: Path | None, spare: Container[int] = ()) -> list[str]:
+    """Shut Ray down; end every process that this one still has below it. Returns what was left.
+
+    Children in ``spare`` are none of Ray's and go on.
+    """
+    ours = [child for child in psutil.Process().children() if child.pid not in spare]
+    below = list(ours)
+    for child in ours:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            below += child.children(recursive=True)
     ray.shutdown()
     _, alive = psutil.wait_procs(below, timeout=GRACE_S)
     left = []

@@ -61,7 +61,12 @@ def make_in_child(config: Config, folder: Path) -> None:
     """Run this module in a process of its own; its progress goes to our terminal."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "deploy.prepare", str(folder)]
-    environment = dict(os.environ, HF_HUB_OFFLINE="1", PYTHONPATH=os.pathsep.join([".", *sys.path[1:]]))
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join([".", *sys.path[1:]]),
+        "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads would starve whatever else runs here
+    }
     try:
         done = subprocess.run(
             command,

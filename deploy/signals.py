@@ -48,8 +48,8 @@ class Stopper:
 
     @property
     def exit_code(self) -> int:
-        """128 + the signal's number."""
-        return 128 + self.number
+        """128 + the signal's number; one that a library's handler took can only have been SIGTERM."""
+        return 128 + (self.number or signal.SIGTERM)
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Await ``work``; raises CancelledError after it was interrupted and has cleaned up."""

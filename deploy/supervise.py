@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from cluster.errors import ConfigError, SpringtideError, TooManyFailures
 
@@ -23,6 +23,11 @@ SETTLED_S = 5.0
 """A ``run`` that raises before this on its first start is a start-up error: the job ends at once."""
 
 BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
+
+RETURN_S = 300.0
+"""How long Ray may take to start a dead actor's next process."""
+
+RETURN_POLL_S = 0.2
 
 
 class ComponentFailed(SpringtideError, RuntimeError):
@@ -109,12 +114,32 @@ class Supervisor:
                 self._fail(name, f"died {in_a_row} times in a row; last: {cause}")
                 return
             await asyncio.sleep(BACKOFF_S[min(in_a_row, len(BACKOFF_S)) - 1])
+            if not await returned(handle):
+                self._fail(name, f"no new process within {RETURN_S:.0f} s; it had died: {cause}")
+                return
 
     def _fail(self, name: str, cause: str, boundary: str = "") -> None:
         error = ComponentFailed(f"{name}: {cause}")
         error.boundary = boundary or error.boundary
         if not self.failed.done():
             self.failed.set_exception(error)
+
+
+async def returned(handle: Any) -> bool:
+    """Wait until a restarting actor's next process answers; False after ``RETURN_S``.
+
+    Calls to an actor whose process is not there yet fail at once: they are no further deaths.
+    """
+    deadline = time.monotonic() + RETURN_S
+    while time.monotonic() < deadline:
+        try:
+            await asyncio.wait_for(handle.__ray_ready__.remote(), deadline - time.monotonic())
+            return True
+        except (ActorUnavailableError, TimeoutError):
+            await asyncio.sleep(RETURN_POLL_S)
+        except RayActorError:
+            return True  # gone for good: the next call says why
+    return False
 
 
 async def answer(name: str, call: Callable[[], Any], deadline_s: float) -> Any:

@@ -178,7 +178,7 @@ async def launch(builder: EnvBuilder, backend: str) -> Sandbox:
         env: dict[str, str] = {}
         inner = bwrap_command(inner, readable_paths(builder), variables(builder, "/tmp"))
     else:
-        home = tempfile.mkdtemp(prefix="springtide-env-")
+        home = tempfile.mkdtemp(prefix=f"springtide-{os.getpid()}-env-")
         env = variables(builder, home)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     output_r, output_w = os.pipe()

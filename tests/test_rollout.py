@@ -445,6 +445,22 @@ async def test_evaluation_stays_out_of_the_ledger(tokenizer: Tokenizer) -> None:
     assert {request.sampling.temperature for request in policy.requests} == {0.0}
 
 
+async def test_a_finished_evaluation_is_played_again_when_a_new_controller_asks(tokenizer: Tokenizer) -> None:
+    """The report died with the controller that had ordered it; the same order while it runs is ignored."""
+    queue, env = MemoryQueue(), ScriptedEnvironments(lasting(2), delay_s=0.1)
+    one = order("e0", size=1, purpose=Purpose.EVAL, suite="s", temperature=0.0)
+    desk = Desk(Grant(orders=(one,)), Grant(orders=(one,)))
+    worker = make_worker(tokenizer, queue, desk, env)
+    running = asyncio.create_task(worker.run())
+    await until(lambda: len(desk.episodes) == 1 and not worker._running)
+    assert worker.counters["orders_ignored"] == 1
+    desk.grants.append(Grant(orders=(one,)))
+    await until(lambda: len(desk.episodes) == 2)
+    worker.stop()
+    async with asyncio.timeout(5):
+        await running
+
+
 async def test_repeated_orders_are_ignored_and_newer_attempts_replace(tokenizer: Tokenizer) -> None:
     queue, env = MemoryQueue(), ScriptedEnvironments(lasting(2), delay_s=0.1)
     first = order()

@@ -96,7 +96,8 @@ def asynchronous(player: Path, root: Path) -> Run:
     settings = RECORDED | {
         "run.checkpoint_every": 6,
         "run.max_lag": 2,
-        "env.latency": {"mean_s": 0.1, "sigma": 1.0},
+        "env.slots": 24,  # more than a batch: generation has work while the learner trains
+        "env.latency": {"mean_s": 0.05, "sigma": 1.0},
         "eval.tasks": 24,
         "eval.before": True,
         "eval.after": True,
@@ -200,7 +201,7 @@ def trained_ids(run: Run) -> list[str]:
 
 
 def test_a_sealed_checkpoint_scores_what_the_run_scored(asynchronous: Run, tmp_path: Path) -> None:
-    checkpoint = asynchronous.folder.checkpoints / "step-0000012"
+    checkpoint = asynchronous.folder.checkpoints / "step-000012"
     file = tmp_path / "result.json"
     recipe = str(asynchronous.job.recipe)
     code, output = command("eval", recipe, "--checkpoint", str(checkpoint), "--json", str(file))
@@ -212,9 +213,9 @@ def test_a_sealed_checkpoint_scores_what_the_run_scored(asynchronous: Run, tmp_p
 
 
 def test_a_changed_byte_in_a_checkpoint_is_refused(asynchronous: Run, tmp_path: Path) -> None:
-    checkpoint = asynchronous.folder.checkpoints / "step-0000006"
+    checkpoint = asynchronous.folder.checkpoints / "step-000006"
     assert weights_folder(str(checkpoint)) == checkpoint / "hf"
-    damaged = tmp_path / "step-0000006"
+    damaged = tmp_path / "step-000006"
     shutil.copytree(checkpoint, damaged)
     weights = next((damaged / "hf").glob("*.safetensors"))
     raw = bytearray(weights.read_bytes())

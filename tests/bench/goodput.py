@@ -25,7 +25,7 @@ from tests.jobs import REPO, Job
 
 RECIPE = REPO / "deploy" / "recipes" / "frozenlake.toml"
 TARGET = 2.0
-STEPS = 24
+STEPS = 20
 GROUPS, MEMBERS = 4, 8
 MAX_LAG = 4
 LATENCY = {"mean_s": 0.5, "sigma": 1.0}
