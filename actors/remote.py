@@ -1,8 +1,9 @@
 """Ray shells of the generator and the env worker, and the generator's port as others see it.
 
 Records travel as msgpack bytes, many per call. A shell turns calls into method calls; it decides
-nothing. Actors find each other by name, since the process of any of them may be replaced. ``run`` lasts as long as the component; when it cannot go on, the process exits and
-its supervisor starts another.
+nothing. Actors find each other by name, since the process of any of them may be replaced. ``run``
+lasts as long as the component; when it cannot go on, the process exits and its supervisor
+starts another.
 """
 
 import asyncio

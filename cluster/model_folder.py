@@ -24,7 +24,8 @@ def tokenizer_size(path: Path) -> int:
     tree = msgspec.json.decode(file.read_bytes())
     vocabulary = tree["model"]["vocab"]  # a list (Unigram) or a mapping to ids
     highest = max(vocabulary.values()) if isinstance(vocabulary, dict) else len(vocabulary) - 1
-    return 1 + max([highest, *(token["id"] for token in tree.get("added_tokens", ()))])
+    added = (token["id"] for token in tree.get("added_tokens", ()))
+    return 1 + max(int(number) for number in (highest, *added))
 
 
 def ids_in_use(path: Path) -> int:

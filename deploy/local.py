@@ -18,6 +18,8 @@ from cluster.config import Config
 from cluster.errors import ConfigError
 
 GRACE_S = 5.0
+TOKEN_REMEDY = "is the cluster's token in RAY_AUTH_TOKEN or ~/.ray/auth_token?"
+GCS_WAIT_S = 10.0
 EXCLUDED = [".venv", ".git", ".cache", "runs", "bench.json", "*.egg-info"]
 """What of the repository is not uploaded to a cluster that we join."""
 
@@ -53,6 +55,9 @@ def start(config: Config, namespace: str, slots: int, repo: Path) -> Path | None
         return None
     folder = Path(tempfile.mkdtemp(prefix=f"springtide-ray-{os.getpid()}-"))
     environment["VLLM_RPC_BASE_PATH"] = str(folder)  # sockets, otherwise left in the temporary folder
+    # Ray's agents report the end of a killed driver's cluster to its control service, and wait this
+    # long (a minute by default) for one that ended with it.
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(int(GCS_WAIT_S)))
     others = {child.pid for child in psutil.Process().children()}
     try:
         ray.init(
@@ -60,7 +65,8 @@ def start(config: Config, namespace: str, slots: int, repo: Path) -> Path | None
             num_cpus=max(slots, os.cpu_count() or 1),
             object_store_memory=config.cluster.object_store_mb * 2**20,
             include_dashboard=config.cluster.dashboard,
-            dashboard_port=config.cluster.dashboard_port,
+            # Without a dashboard Ray still binds a port: a fixed one would be an error beside another job.
+            dashboard_port=config.cluster.dashboard_port if config.cluster.dashboard else None,
             _temp_dir=str(folder),
             # Our actors bring their own environment variables, so workers started ahead of them would
             # only cost start-up time and memory.
@@ -83,10 +89,10 @@ def join(address: str, common: dict[str, Any]) -> None:
     except SystemExit as error:
         raise asyncio.CancelledError from error
     except AuthenticationError as error:
-        remedy = "give the cluster's token in RAY_AUTH_TOKEN or ~/.ray/auth_token"
-        raise ConfigError(f"{where}: the cluster refused the login; {remedy}") from error
+        raise ConfigError(f"{where}: the cluster refused the login; {TOKEN_REMEDY}") from error
     except (ConnectionError, ValueError, RuntimeError, RayError) as error:
-        raise ConfigError(f"{where}: {error}") from error
+        # Ray says no more than "failed to connect" when a server that answers refuses the token.
+        raise ConfigError(f"{where}: {str(error).splitlines()[0]} ({TOKEN_REMEDY})") from error
 
 
 def foreign_nodes(nodes: Sequence[Mapping[str, Any]]) -> list[str]:

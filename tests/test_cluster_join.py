@@ -130,7 +130,7 @@ def test_a_wrong_token_is_refused_with_one_line(
     with job.running():
         assert job.wait(120.0) == 2, job.tail()
     last = job.log.read_text().splitlines()[-1]
-    assert last.startswith(f"springtide: config: cluster.address = '{cluster.address}': the cluster refused")
+    assert last.startswith(f"springtide: config: cluster.address = '{cluster.address}': ")
     assert "RAY_AUTH_TOKEN" in last
 
 
