@@ -6,6 +6,7 @@ Making a model needs torch, which the driver does without: it happens in a child
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -15,7 +16,8 @@ from typing import Any
 
 from cluster.config import Config, build, dump
 from cluster.errors import ConfigError
-from deploy.models import check_maker
+from deploy.models import MAKERS, check_maker
+from envs.registry import paths
 
 CACHE = Path(".cache")
 PREPARE_DEADLINE_S = 1800.0
@@ -48,13 +50,29 @@ def check_folder(folder: Path, setting: str = "model.path") -> Path:
 
 
 def fingerprint(config: Config) -> str:
-    """Names the cache folder: everything that the prepared weights depend on."""
+    """Names the cache folder: everything that the prepared weights depend on, code included."""
     tree = dump(config)
     parts: dict[str, Any] = {"model": tree["model"]}
+    modules = [MAKERS.get(config.model.maker, "")]
     if config.model.warm_start:
-        parts |= {"env": tree["env"]["name"], "params": tree["env"]["params"],
-                  "harness": tree["harness"], "turns": config.env.max_turns, "seed": config.run.seed}
+        parts |= {
+            "env": tree["env"]["name"],
+            "params": tree["env"]["params"],
+            "harness": tree["harness"],
+            "turns": config.env.max_turns,
+            "seed": config.run.seed,
+        }
+        modules += [paths(config.env.name)[0], "deploy.warmstart", "learner.warmstart"]
+    parts["code"] = [_digest_of_module(name.partition(":")[0]) for name in modules if name]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _digest_of_module(name: str) -> str:
+    """SHA-256 of a module's source, found without importing it; "" when it has none."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
+        return ""
+    return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
 
 
 def make_in_child(config: Config, folder: Path) -> None:

@@ -7,7 +7,10 @@ training.
 
 import asyncio
 import json
+import os
 import shutil
+import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
@@ -28,7 +31,7 @@ from cluster.stream import RedisQueue
 from cluster.trace import Trace
 from cluster.types import Weights
 from cluster.valkey import ValkeyServer
-from deploy import local
+from deploy import local, watchdog
 from deploy.leftovers import end_leftovers, remove_leftovers
 from deploy.paths import RunFolder
 from deploy.placement import Ranks
@@ -74,6 +77,7 @@ class Job:
         self.handles: dict[str, Any] = {}
         self.ranks: Ranks | None = None
         self.evaluations: dict[str, EvalSummary] = {}
+        self.watchdog: subprocess.Popen[bytes] | None = None
         self.restore_signals: Any = lambda: None
 
     async def run(self) -> dict[str, Any]:
@@ -82,6 +86,8 @@ class Job:
         await asyncio.to_thread(remove_leftovers)
         announce(self.folder.pids / "driver")
         self.trace("job_start", {})
+        temporary_folders = Path(tempfile.gettempdir()) / f"springtide-ray-{os.getpid()}-*"
+        self.watchdog = watchdog.start([str(temporary_folders), str(self.folder.weights)])
         temporary: Path | None = None
         supervisor: Supervisor | None = None
         try:
@@ -311,9 +317,12 @@ class Job:
         """Nothing of the job survives: actors, engines, Ray, the queue, shared memory, temp folder."""
         async with AsyncExitStack() as last_first:  # each step is done, whatever becomes of the others
             last_first.callback(self.trace.close)
+            if self.watchdog is not None:
+                last_first.push_async_callback(asyncio.to_thread, watchdog.dismiss, self.watchdog)
             last_first.callback(shutil.rmtree, self.folder.pids, ignore_errors=True)
             last_first.callback(shutil.rmtree, self.folder.weights, ignore_errors=True)
-            last_first.push_async_callback(asyncio.to_thread, local.stop, temporary)
+            spare = {self.watchdog.pid} if self.watchdog is not None else set()
+            last_first.push_async_callback(asyncio.to_thread, local.stop, temporary, spare)
             if self.server is not None:  # before Ray, which waits for all processes below this one
                 last_first.push_async_callback(asyncio.to_thread, self.server.stop)
             last_first.push_async_callback(self._end_actors)

@@ -91,9 +91,8 @@ def weights(version: int) -> Published:
 async def train(queue: MemoryQueue, step: int, groups: list[str]) -> None:
     """Finish groups and commit them as one step."""
     members = [f"{group}.{i}" for group in groups for i in range(2)]
-    await queue.end(
-        [End(trajectory=m, group=m[:-2], attempt=0, kind=EndKind.FINISHED, turns=0, outcome=1.0) for m in members]
-    )
+    won = {"attempt": 0, "kind": EndKind.FINISHED, "turns": 0, "outcome": 1.0}
+    await queue.end([End(trajectory=m, group=m[:-2], **won) for m in members])
     for group in groups:
         assert await queue.ready(group, 0, 2)
     assert set(groups) <= set(await queue.claim("feeder", 99, 0.1))
