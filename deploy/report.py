@@ -48,11 +48,18 @@ def write_report(run_folder: str | Path) -> Path:
     return path
 
 
+def _outcome(reward: Any) -> Any:
+    """The outcome of a step's reward record, which may be a number or numbers by name."""
+    return reward.get("outcome", math.nan) if isinstance(reward, Mapping) else reward
+
+
 def draw_reward(axes: Axes, steps: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]]) -> None:
     """Reward with a band of one standard deviation, success, and held-out evaluation as points."""
     _style(axes, "Reward and success", "optimizer step")
     x = [record["step"] for record in steps]
-    reward = _series(steps, "reward")
+    # Named rewards lie beside the outcome, which is what is trained; they are no parts of a sum.
+    outcomes = [_outcome(record["reward"]) for record in steps]
+    reward = _series([{"reward": value} for value in outcomes], "reward")
     deviation = _series(steps, "reward_std")
     smooth = smoothed(reward, window=max(1, len(reward) // 20))
     axes.plot(x, reward, color=BLUE, alpha=0.3, linewidth=1)
@@ -128,13 +135,13 @@ def draw_learning(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
     x = [record["step"] for record in steps]
     axes.plot(x, _series(steps, "entropy"), color=GREEN, linewidth=1.5, label="entropy (nat)")
     axes.set_ylabel("entropy", fontsize=9, color=GREEN)
-    mismatch = [value if value > 0 else math.nan for value in _series(steps, "mismatch_max_log_ratio")]
+    mismatch = [value if value > 0 else math.nan for value in _series(steps, "lag0_max_log_ratio")]
     if any(math.isfinite(value) for value in mismatch):
         right = axes.twinx()
         right.plot(x, mismatch, color=RED, linewidth=1, alpha=0.8)
         right.axhline(1e-3, color=RED, linewidth=1, linestyle=":")
         right.set_yscale("log")
-        right.set_ylabel("max |log ratio|, limit 1e-3 dotted", fontsize=9, color=RED)
+        right.set_ylabel("max |log ratio| at lag 0, limit 1e-3 dotted", fontsize=9, color=RED)
         right.tick_params(labelsize=8, colors=RED)
         right.spines[["top", "left", "bottom"]].set_visible(False)
         right.spines["right"].set_color(GRID)

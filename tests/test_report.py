@@ -20,10 +20,11 @@ LEDGER = {"admitted": 100, "pending": 0, "trained": 90, "dropped": {"stale": 6},
 
 def step_record(step: int) -> dict[str, Any]:
     return {
-        "reward": step / 10, "reward_std": 0.3, "success": step / 10, "lag_mean": 1.0, "lag_max": 2,
+        "reward": {"outcome": step / 10, "success": step / 10, "format": 1.0}, "reward_std": 0.3,
+        "success": step / 10, "lag_mean": 1.0, "lag_max": 2,
         "lag_hist": {"0": 1, "2": 3}, "goodput_tok_s": 1500.0,
         "wait_rwt_s": {"capacity": 0.2, "weights": 0.1}, "wait_twt_s": 0.4,
-        "entropy": 1.0, "mismatch_max_log_ratio": 1e-6, "ledger": LEDGER,
+        "entropy": 1.0, "lag0_max_log_ratio": 1e-6, "ledger": LEDGER,
     }  # fmt: skip
 
 

@@ -16,8 +16,8 @@ DRIVER = """
 import subprocess, sys, time
 from deploy import watchdog
 dog = watchdog.start([sys.argv[1] + "/springtide-*"])
-stubborn = "import signal,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
-middle = f"import subprocess,sys,time; subprocess.Popen([sys.executable, '-c', {stubborn!r}]); time.sleep(300)"
+stubborn = "import signal as s, time; s.signal(s.SIGTERM, s.SIG_IGN); time.sleep(300)"
+middle = f"import subprocess,sys,time; subprocess.Popen([sys.executable, '-c', {stubborn!r}]);time.sleep(300)"
 subprocess.Popen([sys.executable, "-c", middle], start_new_session=True)
 print(dog.pid, flush=True)
 if sys.argv[2] == "dismiss":
