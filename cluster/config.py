@@ -167,6 +167,7 @@ class ClusterConfig(Section, frozen=True):
     dashboard_port: int = 8265
     namespace: str = ""  # default: the run's name and start time
     object_store_mb: int = 512
+    weights_folder: str = "/dev/shm"  # where weights are published: every rank must see it
 
 
 class EvalConfig(Section, frozen=True):
@@ -175,7 +176,6 @@ class EvalConfig(Section, frozen=True):
     tasks: int = 200
     before: bool = False  # evaluate the first weights
     after: bool = False  # evaluate the sealed final checkpoint
-    every: int = 0  # inline, in steps; 0 is never
     modes: tuple[Literal["greedy", "sampled"], ...] = ("greedy",)
 
 

@@ -116,7 +116,8 @@ def _resumed(arguments: argparse.Namespace) -> tuple[Path, Config]:
 def _evaluate(arguments: argparse.Namespace) -> int:
     from deploy.evaluate import evaluate
 
-    config = load(arguments.recipe, arguments.overrides)
+    modes = 'eval.modes=["greedy", "sampled"]'
+    config = load(arguments.recipe, [modes, *arguments.overrides])
     return evaluate(config, arguments.checkpoint, arguments.against, arguments.json)
 
 

@@ -14,6 +14,7 @@ from deploy.preflight import (
     check_environment,
     check_model,
     check_queue,
+    check_transport,
     rehearse,
 )
 from deploy.prepare import model_folder
@@ -28,10 +29,11 @@ def start(config: Config, path: Path) -> int:
     Raises SpringtideError with one clear cause; most of what can be wrong is found before Ray starts.
     """
     tasks = check_environment(config)
+    check_transport(config)
     check_address(config.cluster.address)
     check_dashboard_port(config)
     check_queue(config.queue.url)
-    folder = RunFolder(path)
+    folder = RunFolder(path, config.cluster.weights_folder)
     with View(f"Springtide: {config.run.name}", config.run.steps) as view:
         with view.phase("preparing the model"):
             model = model_folder(config)

@@ -7,7 +7,7 @@ from pathlib import Path
 class RunFolder:
     """``RunFolder("runs/frozenlake-20261130-120000")``."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, weights_folder: str = "/dev/shm") -> None:
         self.path = Path(path).resolve()
         self.run_id = self.path.name
         self.config = self.path / "config.json"
@@ -21,7 +21,7 @@ class RunFolder:
         self.record = self.path / "record"
         self.evaluations = self.path / "evaluations.jsonl"
         self.pids = self.path / "pids"
-        self.weights = Path("/dev/shm") / f"springtide-{os.getpid()}-{self.run_id}"  # of this driver
+        self.weights = Path(weights_folder) / f"springtide-{os.getpid()}-{self.run_id}"  # of this driver
 
     def make(self) -> None:
         """Create the folder and the subfolders that processes write to."""

@@ -33,7 +33,7 @@ def check_environment(config: Config) -> TaskSet:
     env = config.env
     builder(env.name, env.params)
     tasks = build_tasks(env.name, env.params, config.run.seed)
-    evaluated = config.eval.before or config.eval.after or config.eval.every > 0
+    evaluated = config.eval.before or config.eval.after
     available = tasks.size("eval")
     if evaluated and available is not None and config.eval.tasks > available:
         raise ConfigError(f"eval.tasks = {config.eval.tasks}: {env.name} has {available} evaluation tasks")
@@ -85,6 +85,17 @@ def check_dashboard_port(config: Config) -> None:
                 f"cluster.dashboard_port = {port} cannot be used ({error}): "
                 "choose another, or cluster.dashboard = false"
             ) from error
+
+
+def check_transport(config: Config) -> None:
+    """The way of weights to the generators. Raises ConfigError."""
+    if config.generator.backend == "nccl":
+        raise ConfigError(
+            'generator.backend = "nccl": both ends exist (learner/publish.py, actors/engine.py), but a job '
+            'does not join them yet; use "shared_memory"'
+        )
+    if not Path(config.cluster.weights_folder).is_dir():
+        raise ConfigError(f"cluster.weights_folder = {config.cluster.weights_folder!r}: no such folder")
 
 
 def check_model(config: Config, model: Path) -> ChatHarness:

@@ -219,6 +219,7 @@ class _Effects:
         self._config = feeder.config
         self.trace = trace
         self.measure = Measure(feeder.config, feeder.folder["metrics"])
+        self._exporting: Any = None  # the last step's metrics on their way to Ray
 
     def share(self, formed: Formed) -> tuple[Sequence[Any], Sequence[Any]]:
         """Batches go to the object store once; scorers start on them at once."""
@@ -248,7 +249,12 @@ class _Effects:
         named = self.measure.step(step, metrics, facts)
         self.trace("busy", {"learner": metrics.get("busy"), "generator": facts["generator_busy"]})
         self.trace("tokens", {"generated": facts["generated_tokens"]})
-        self._feeder.controller.measured.remote(step, named)
+        if self._exporting is not None and ray.wait([self._exporting], timeout=0)[0]:
+            try:
+                ray.get(self._exporting)
+            except Exception as error:  # the controller may have died; a step of metrics is not worth a wait
+                self.trace("metrics_not_exported", {"before_step": step, "error": repr(error)[:300]})
+        self._exporting = self._feeder.controller.measured.remote(step, named)
 
 
 class _Rank:

@@ -384,3 +384,14 @@ def test_an_environment_that_stops_starting_ends_the_job(recipe: Path) -> None:
     line = Outcome(words, recipe.parent, limit_s=240.0).line()
     assert line.startswith("springtide: run: worker-0: TooManyFailures: 4 groups in a row failed")
     assert "RuntimeError: the licence server is gone" in line
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ('generator.backend="nccl"', 'generator.backend = "nccl": both ends exist'),
+        ('cluster.weights_folder="/nowhere"', "cluster.weights_folder = '/nowhere': no such folder"),
+    ],
+)
+def test_a_way_of_weights_that_cannot_work(recipe: Path, override: str, message: str) -> None:
+    assert message in train(recipe, override).line()
