@@ -167,8 +167,8 @@ class Job:
         ranks = self.ranks = Ranks(self._rank_names(), gpus, reserved=config.env.workers + 2)
         if len(self.ranks.groups) > 1 and config.cluster.weights_folder == "/dev/shm":
             raise ConfigError(
-                f"the ranks lie on {len(self.ranks.groups)} machines, and weights are published in the memory "
-                "of one: set cluster.weights_folder to a folder that all of them share"
+                f"the ranks lie on {len(self.ranks.groups)} machines, and weights are published in the "
+                "memory of one: set cluster.weights_folder to a folder that all of them share"
             )
         threads = {"generator": config.generator.threads, "learner": config.learner.threads,
                    "scorer": config.scorer.threads}
