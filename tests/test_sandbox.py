@@ -266,7 +266,11 @@ async def test_sandbox_shows_nothing_of_the_host(backend: str, tmp_path: Path, m
                 Path(sys.prefix, "planted"),
                 Path("/etc/passwd"),
             ):
-                assert (await say(pool, f"write {path}")).startswith("refused"), path
+                before = path.read_bytes() if path.is_file() else None
+                said = await say(pool, f"write {path}")
+                # Below /tmp it has a private folder of its own, wherever this repository lies.
+                assert said.startswith("refused") or path.is_relative_to("/tmp"), path
+                assert (path.read_bytes() if path.is_file() else None) == before, path
             assert (await say(pool, "write /tmp/mine")).startswith("done")
             assert (await say(pool, "fill /tmp/large")).startswith(("refused", "done: 67108864"))
             assert "mine" not in os.listdir("/tmp")
