@@ -24,7 +24,8 @@ class RunConfig(Section, frozen=True):
     root: str = "runs"  # run folders are made below it
     seed: int = 0
     steps: int = 100  # optimizer steps
-    groups_per_step: int = 8  # groups in one batch
+    groups_per_step: int = 8  # groups in one batch (the largest, if min_groups_per_step is set)
+    min_groups_per_step: int = 0  # a batch may form from this many on; 0: only from groups_per_step
     group_size: int = 8  # trajectories that share a task and a baseline
     max_lag: int = 2  # hard bound on (version trained - oldest token version); 0 is synchronous
     min_members: int = 2  # fewer valid members than this: the group is dropped
@@ -54,7 +55,8 @@ class EnvConfig(Section, frozen=True):
     max_turns: int = 20
     workers: int = 1  # env worker actors
     slots: int = 64  # trajectories in flight per worker (an environment process each)
-    sandbox: Literal["bwrap", "process"] = "bwrap"  # "process": rlimits only, trusted code
+    sandbox: Literal["bwrap", "process", "inline"] = "bwrap"
+    # "process": rlimits only, trusted code; "inline": in the worker itself, for twins and tests
     start_timeout_s: float = 20.0
     step_timeout_s: float = 10.0
     memory_mb: int = 512  # per environment process (address space)
@@ -149,6 +151,39 @@ class ScorerConfig(Section, frozen=True):
     threads: int = 1
     path: str = ""  # default: the policy's initial weights
     timeout_s: float = 300.0
+    mode: Literal["decoupled", "colocated", "auto"] = "decoupled"  # where and when batches are scored
+
+
+class AdmissionConfig(Section, frozen=True):
+    """Which tasks hold a generator's KV cache (cluster/admission.py)."""
+
+    policy: Literal["task", "request"] = "task"  # "request": every request goes straight to the engine
+    headroom: float = 0.05  # share of the KV capacity that is never promised
+    context: Literal["protect_long", "protect_short"] = "protect_long"  # whose cache is kept under pressure
+    max_tasks: int = 0  # tasks that one generator holds at once; 0: as many as fit
+    diversity: float = 1.0  # largest share of a generator's tasks of one kind while another kind waits
+    pause_env_after_s: float = 1.0  # a task that waits longer for its turn pauses its environment
+
+
+class ElasticConfig(Section, frozen=True):
+    """Moving ranks between generating, scoring and training (cluster/ranks.py)."""
+
+    enabled: bool = False  # decide moves from measurements; moves asked for by hand need no decision
+    min_generators: int = 1
+    min_learners: int = 1
+    max_learners: int = 0  # 0: no bound but the floors of the others
+    dead_band: float = 0.1  # no move while |waits of the two sides| differ by less than this share of a step
+    agree_steps: int = 2  # steps in a row that must ask for the same move
+    horizon_steps: int = 10  # steps over which a move has to earn its cost
+    prepare_timeout_s: float = 300.0  # what a rank's new role may take to get ready before the move is undone
+    resize: Literal["memory", "checkpoint"] = "memory"  # how learner state reaches a resized group
+
+
+class TwinConfig(Section, frozen=True):
+    """Timed twins: service times of a profile in the place of models, to test scheduling and scale."""
+
+    profile: str = ""  # a built-in profile's name or a TOML file; empty: the real thing
+    speed: float = 1.0  # profile seconds per wall-clock second
 
 
 class QueueConfig(Section, frozen=True):
@@ -192,6 +227,9 @@ class Config(Section, frozen=True):
     objective: ObjectiveConfig = ObjectiveConfig()
     learner: LearnerConfig = LearnerConfig()
     scorer: ScorerConfig = ScorerConfig()
+    admission: AdmissionConfig = AdmissionConfig()
+    elastic: ElasticConfig = ElasticConfig()
+    twin: TwinConfig = TwinConfig()
     queue: QueueConfig = QueueConfig()
     cluster: ClusterConfig = ClusterConfig()
     eval: EvalConfig = EvalConfig()
@@ -257,6 +295,10 @@ def validate(config: Config) -> None:
     """Refuse contradictions; every message names field, value and remedy."""
     run, objective, learner = config.run, config.objective, config.learner
     for name, value in (
+        ("elastic.min_generators", config.elastic.min_generators),
+        ("elastic.min_learners", config.elastic.min_learners),
+        ("elastic.agree_steps", config.elastic.agree_steps),
+        ("elastic.horizon_steps", config.elastic.horizon_steps),
         ("run.steps", run.steps),
         ("run.groups_per_step", run.groups_per_step),
         ("run.checkpoint_every", run.checkpoint_every),
@@ -299,6 +341,7 @@ def validate(config: Config) -> None:
         raise ConfigError("objective.kl_coef > 0 needs scorer.replicas >= 1 (the reference's scorer)")
     if objective.kl_coef == 0 and config.scorer.replicas > 0:
         raise ConfigError("scorer.replicas > 0 does nothing while objective.kl_coef is 0: remove one")
+    _validate_tide(config)
     if objective.reduction != "constant" and objective.constant != 1.0:
         raise ConfigError('objective.constant is unused unless objective.reduction = "constant"')
     if bool(config.model.path) == bool(config.model.maker):
@@ -309,6 +352,22 @@ def validate(config: Config) -> None:
     if unknown:
         key = sorted(unknown)[0]
         raise ConfigError(f"env.latency.{key} is unknown{nearest(key, ['mean_s', 'sigma'])}")
+
+
+def _validate_tide(config: Config) -> None:
+    """Admission, elasticity and twins."""
+    run, admission, elastic = config.run, config.admission, config.elastic
+    _require(
+        0 <= run.min_groups_per_step <= run.groups_per_step,
+        "run.min_groups_per_step",
+        run.min_groups_per_step,
+        f"must lie in 0..groups_per_step ({run.groups_per_step})",
+    )
+    _require(0 <= admission.headroom < 1, "admission.headroom", admission.headroom, "must lie in [0, 1)")
+    _require(0 < admission.diversity <= 1, "admission.diversity", admission.diversity, "must lie in (0, 1]")
+    _require(admission.max_tasks >= 0, "admission.max_tasks", admission.max_tasks, "must be 0 (any) or more")
+    _require(elastic.dead_band >= 0, "elastic.dead_band", elastic.dead_band, "must not be negative")
+    _require(config.twin.speed > 0, "twin.speed", config.twin.speed, "must be positive")
 
 
 def _require(ok: bool, name: str, value: object, why: str) -> None:

@@ -9,6 +9,7 @@ class GeneratorRow(Record, frozen=True, array_like=True):
     name: str
     healthy: bool
     version: int
+    free: int = 0  # tokens that its ledger could still promise; 0 if unknown
 
 
 class Table(Record, frozen=True):
@@ -87,6 +88,12 @@ class GeneratorHealth(Record, frozen=True):
     sync_s: float = 0.0  # seconds paused for weight updates, total
     busy: tuple[tuple[float, float], ...] = ()  # busy intervals since the last report
     error: str = ""
+    capacity_tokens: int = 0  # KV capacity; 0 if the engine does not tell
+    promised_tokens: int = 0  # of which the ledger has promised to tasks
+    resident: int = 0  # tasks that hold a place
+    parked: int = 0  # tasks that lost it and will ask again
+    queued: int = 0  # tasks that wait for a place
+    starved_s: float = 0.0  # seconds with nothing to do, total: the raw material of RWT
 
 
 class Published(Record, frozen=True):
@@ -95,3 +102,59 @@ class Published(Record, frozen=True):
     weights: Weights
     step: int
     publish_s: float = 0.0
+
+
+class RankRow(Record, frozen=True, array_like=True):
+    """One rank and its lease: ``role`` is generator, scorer, learner, or spare (no role yet)."""
+
+    rank: int
+    role: str
+    node: str = ""  # Ray node id
+    lost: bool = False  # its node is gone; the number stays
+
+
+class Roles(Record, frozen=True):
+    """The role map of one epoch; an order that carries an older epoch is refused."""
+
+    epoch: int
+    ranks: tuple[RankRow, ...] = ()
+
+
+class Move(Record, frozen=True):
+    """One rank changes its role. Journalled before it begins."""
+
+    id: int
+    epoch: int
+    rank: int
+    source: str
+    target: str
+    reason: str = ""
+    predicted_s: float = 0.0  # saving per step
+    cost_s: float = 0.0  # what the switch is expected to take
+
+
+class Barrier(Record, frozen=True):
+    """The controller's answer at the sync barrier (after the step, before publishing)."""
+
+    roles: Roles
+    move: Move | None = None  # the loop makes this one if it touches learners, then says ``Moved``
+    scoring: str = "decoupled"  # or colocated, for the next batch
+    groups: int = 0  # smallest batch of the next step; 0: run.groups_per_step
+
+
+class Moved(Record, frozen=True):
+    """How a move ended; ``parts`` are seconds by name (gather, regroup, reshard, load ...)."""
+
+    move: int
+    ok: bool
+    parts: dict[str, float] = {}
+    error: str = ""
+
+
+class Wanted(Record, frozen=True):
+    """What the driver should keep running: actors by name, created once and then kept."""
+
+    epoch: int
+    actors: tuple[str, ...] = ()
+    workers: int = 0
+    ranks: int = 0  # ranks that the job should own

@@ -123,6 +123,9 @@ class Generator(Protocol):
     async def collect(self, caller: str, wait_s: float) -> list[Completion]:
         """Completions for a caller since its last collect; waits at most ``wait_s`` for the first."""
 
+    async def release(self, sessions: Sequence[str]) -> None:
+        """These tasks have ended: their places are free. Unknown ones are ignored."""
+
 
 class WeightSink(Protocol):
     """What the controller needs from a generator: load these weights, tell the version."""

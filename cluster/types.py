@@ -293,6 +293,11 @@ class Request(Record, frozen=True):
     sampling: Sampling
     session: str = ""  # trajectory id: keeps prefix affinity
     priority: int = 0
+    group: str = ""
+    group_done: float = 0.0  # share of the group's members that have ended
+    evaluation: bool = False
+    kind: str = ""  # of task, for diversity: the environment's name
+    tool: str = ""  # what the environment was doing before this turn, for its latency quantiles
 
 
 class Completion(Record, frozen=True):

@@ -57,7 +57,7 @@ def test_unknown_keys_name_the_nearest(name: str, kind: type[Section]) -> None:
 def test_unknown_section_and_strange_key_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"unknown key lerner \(did you mean 'learner'\?\)"):
         build(tree(lerner={"lr": 1.0}))
-    with pytest.raises(ConfigError, match=r"unknown key scorer\.zzzz \(valid: path, replicas"):
+    with pytest.raises(ConfigError, match=r"unknown key scorer\.zzzz \(valid: mode, path, replicas"):
         build(tree(scorer={"zzzz": 1}))
     with pytest.raises(ConfigError, match=r"run is a section, not a value \(5\)"):
         build({**tree(), "run": 5})
