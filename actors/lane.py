@@ -12,6 +12,7 @@ _log = logging.getLogger(__name__)
 
 _POLL_S = 2.0  # one long poll
 _GRACE_S = 10.0  # what a remote call may take beyond the wait it was asked for
+_RELEASE_S = 0.01  # in which sessions that end gather
 _BACKOFF_S = 0.1
 _BACKOFF_MAX_S = 5.0
 
@@ -43,6 +44,10 @@ class Lane:
         self._outbox: list[Request] = []
         self._waiting: dict[str, asyncio.Future[Completion]] = {}
         self._submits: set[asyncio.Task[None]] = set()
+        self._ended: list[str] = []  # sessions to release with the next batch
+        self._releaser: asyncio.Task[None] | None = None
+        self._reported = 0
+        self.room = 0  # tokens that its ledger could promise, by the table, less what went there since
         self._sender: asyncio.Task[None] | None = None
         self._pump: asyncio.Task[None] | None = None
 
@@ -70,6 +75,17 @@ class Lane:
         finally:
             self._waiting.pop(request.id, None)
 
+    def report(self, free: int) -> None:
+        """The table's word on its room. The table repeats itself: only news count."""
+        if free != self._reported:
+            self._reported = self.room = free
+
+    def release(self, session: str) -> None:
+        """A session has ended: its place is free. Sent soon, with others; not repeated if that fails."""
+        self._ended.append(session)
+        if self._releaser is None or self._releaser.done():
+            self._releaser = asyncio.create_task(self._release(), name=f"release:{self.name}")
+
     def drop(self, why: str) -> None:
         """Give up everything in flight; each waiting ``ask`` raises Lost."""
         waiting, self._waiting = self._waiting, {}
@@ -89,7 +105,9 @@ class Lane:
         await asyncio.gather(*self._tasks(), return_exceptions=True)
 
     def _tasks(self) -> list[asyncio.Task[None]]:
-        return [task for task in (self._sender, self._pump, *self._submits) if task is not None]
+        return [
+            task for task in (self._sender, self._pump, self._releaser, *self._submits) if task is not None
+        ]
 
     async def _send(self) -> None:
         """Let requests gather for the window, then send them together; repeat until none is left."""
@@ -105,6 +123,16 @@ class Lane:
             task.add_done_callback(self._submits.discard)
             if self._pump is None or self._pump.done():
                 self._pump = asyncio.create_task(self._collect(), name=f"collect:{self.name}")
+
+    async def _release(self) -> None:
+        while self._ended:
+            await asyncio.sleep(_RELEASE_S)
+            batch, self._ended = self._ended, []
+            try:
+                async with asyncio.timeout(_GRACE_S):
+                    await self._handle.release(batch)
+            except Exception as error:  # its place is taken from it when somebody needs the room
+                _log.warning("release at generator %s failed: %r", self.name, error)
 
     async def _submit(self, batch: list[Request]) -> None:
         self._counters.submits += 1

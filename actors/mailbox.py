@@ -45,6 +45,14 @@ class Mailboxes:
         box.ready.clear()
         return taken
 
+    def touch(self, caller: str) -> None:
+        """The caller is alive; it has a box from now on."""
+        self._box(caller).touched = self._clock()
+
+    def knows(self, caller: str) -> bool:
+        """Has it a box that is not forgotten?"""
+        return caller in self._boxes
+
     def prune(self) -> int:
         """Forget boxes untouched for ``keep_s``; returns how many completions went with them."""
         limit = self._clock() - self._keep_s

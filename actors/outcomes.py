@@ -12,7 +12,8 @@ def group_deadline_s(config: Config) -> float:
     Half of ``run.deadline_s`` at most, so that a stuck group is given up before the run is.
     """
     env, generator = config.env, config.generator
-    turn = generator.request_timeout_s * (generator.max_retries + 1) + env.step_timeout_s
+    answer = generator.request_timeout_s * (2 if config.admission.policy == "task" else 1)  # gate, engine
+    turn = answer * (generator.max_retries + 1) + env.step_timeout_s
     turn += 20 * env.latency.get("mean_s", 0.0)
     return min(env.start_timeout_s + env.max_turns * turn, config.run.deadline_s / 2)
 

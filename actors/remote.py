@@ -18,9 +18,11 @@ import ray
 from ray.exceptions import RayActorError
 
 from actors.engine import Engine
+from actors.gate import Gate
 from actors.reward import Reward
 from actors.router import Router
 from actors.tokenizer import Tokenizer
+from actors.twin import TwinEngine
 from actors.worker import Worker
 from cluster import codec
 from cluster.config import Config, build
@@ -29,8 +31,7 @@ from cluster.messages import EvalEpisode, GeneratorHealth, Grant, Pull
 from cluster.processes import announce, sole
 from cluster.stream import RedisQueue
 from cluster.types import Completion, Request, Weights
-from envs.pool import EnvPool
-from envs.registry import builder
+from envs.inline import make_pool
 
 CALL_DEADLINE_S = 60.0
 
@@ -48,6 +49,14 @@ async def patiently(call: Callable[[], Awaitable[Any]], deadline_s: float) -> An
                 await asyncio.sleep(0.3)
 
 
+def make_engine(config: Config, model: str, name: str, index: int) -> Engine | TwinEngine:
+    """What generates: a vLLM engine, or its timed twin when ``twin.profile`` is set."""
+    seed = config.run.seed * 1000 + index
+    if config.twin.profile:
+        return TwinEngine(config, model, name, seed)
+    return Engine(model, config.generator, max_model_len=config.harness.max_context, name=name, seed=seed)
+
+
 class GeneratorActor:
     """One vLLM engine. Until it has started, and after it died, requests are refused as retryable."""
 
@@ -57,19 +66,25 @@ class GeneratorActor:
         self.name = name
         self._starting = asyncio.Lock()
         self._closing = False
-        self.engine = Engine(
-            model,
-            self.config.generator,
-            max_model_len=self.config.harness.max_context,
-            name=name,
-            seed=self.config.run.seed * 1000 + index,
+        self.engine = make_engine(self.config, model, name, index)
+        self.gate = Gate(
+            self.engine,
+            self.config.admission,
+            self.config.generator.request_timeout_s,
+            prefill_tok_s=self._prefill_tok_s,
         )
+
+    def _prefill_tok_s(self) -> float:
+        """In tokens per wall-clock second: a twin's profile says it, an engine has measured it."""
+        if isinstance(self.engine, TwinEngine):
+            return self.engine.profile.generator.prefill_tok_s * self.config.twin.speed
+        return self.engine.prefill_tok_s
 
     async def run(self) -> None:
         """Start the engine, then stay until it dies; a dead engine ends the process."""
         async with self._starting:
             if not self.engine.healthy:
-                await self.engine.start()
+                await self.gate.start()
         reason = await self.engine.run_until_dead()
         if self._closing:  # an orderly end: Ray would report an exit as a crash
             return
@@ -80,21 +95,25 @@ class GeneratorActor:
         """Queue requests; answers wait for ``collect``."""
         if not self.engine.healthy:
             raise EngineFailed(f"{self.name} is not ready")
-        await self.engine.submit(caller, codec.decode(raw, list[Request]))
+        await self.gate.submit(caller, codec.decode(raw, list[Request]))
 
     async def collect(self, caller: str, wait_s: float) -> bytes:
         """Completions since the caller's last collect."""
         if not self.engine.healthy:
             raise EngineFailed(f"{self.name} is not ready")
-        return codec.encode(await self.engine.collect(caller, wait_s))
+        return codec.encode(await self.gate.collect(caller, wait_s))
+
+    async def release(self, sessions: list[str]) -> None:
+        """Tasks that have ended."""
+        await self.gate.release(sessions)
 
     async def load_weights(self, raw: bytes, epoch: int) -> int:
         """See ``Engine.load_weights``."""
-        return await self.engine.load_weights(codec.decode(raw, Weights), epoch)
+        return await self.gate.load_weights(codec.decode(raw, Weights), epoch)
 
     async def health(self) -> bytes:
         """An encoded ``GeneratorHealth``."""
-        return codec.encode(self.engine.stats())
+        return codec.encode(self.gate.stats())
 
     async def checksums(self) -> dict[str, str]:
         """Checksums of the live weights."""
@@ -107,7 +126,7 @@ class GeneratorActor:
     async def close(self) -> None:
         """Shut the engine down in good order."""
         self._closing = True
-        await self.engine.close()
+        await self.gate.close()
 
     def pid(self) -> int:
         """Process id (for fault injection)."""
@@ -127,6 +146,10 @@ class RemoteGenerator:
     async def collect(self, caller: str, wait_s: float) -> list[Completion]:
         """See ``ports.Generator``."""
         return codec.decode(await self._handle.collect.remote(caller, wait_s), list[Completion])
+
+    async def release(self, sessions: Sequence[str]) -> None:
+        """See ``ports.Generator``."""
+        await self._handle.release.remote(list(sessions))
 
     async def health(self) -> GeneratorHealth:
         """See ``controller.GeneratorPort``."""
@@ -169,10 +192,15 @@ class EnvWorkerActor:
     async def run(self) -> None:
         """Work until ``stop``."""
         config = self.config
-        pool = EnvPool(builder(config.env.name, config.env.params), config.env, config.env.slots)
+        pool = make_pool(config, config.env.slots)
         queue = RedisQueue(self.url, prefix=config.queue.prefix, run=self.run_id)
         caller = f"{self.name}-{uuid.uuid4().hex[:8]}"
-        router = Router(caller, config.generator, lambda name: RemoteGenerator(ray.get_actor(name)))
+        router = Router(
+            caller,
+            config.generator,
+            lambda name: RemoteGenerator(ray.get_actor(name)),
+            gated=config.admission.policy == "task",
+        )
         try:
             await pool.start()
             self.worker = Worker(

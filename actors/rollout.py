@@ -12,6 +12,7 @@ passes the actions on and records the turn.
 import asyncio
 import hashlib
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ _log = logging.getLogger(__name__)
 
 OnTurn = Callable[[Segment], None]
 Delay = Callable[[int, int], float]  # (trajectory seed, turn) -> seconds
+Progress = Callable[[], float]  # share of the group's members that have ended
 
 
 class EnvSession(Protocol):
@@ -52,6 +54,12 @@ class EnvSession(Protocol):
 
     async def step(self, actions: list[str]) -> StepResult:
         """Apply the actions of one turn."""
+
+    async def pause(self) -> None:
+        """The next step may be long in coming; nothing for an environment that cannot pause."""
+
+    async def resume(self) -> None:
+        """The next step comes now; called after ``pause``."""
 
     async def release(self) -> None:
         """Give the environment back; called once on every path."""
@@ -64,6 +72,10 @@ class Environments(Protocol):
         """A session for one episode. Raises EnvFailed when none can be made."""
 
 
+def _none_ended() -> float:
+    return 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Tools:
     """What all trajectories of a worker share."""
@@ -74,6 +86,7 @@ class Tools:
     max_turns: int
     delay: Delay | None = None  # injected environment latency
     seeded: bool = False  # give each request its own derived sampling seed
+    pause_after_s: float = math.inf  # a turn that is longer in coming pauses the environment
     clock: Callable[[], float] = time.time
 
 
@@ -84,6 +97,7 @@ class Member:
     trajectory: str
     turns: list[Turn] = field(default_factory=list)
     end: End | None = None
+    tool: str = ""  # what the environment did in its last step, if it says so
 
 
 def derived_seed(seed: int, trajectory: str, attempt: int, turn: int) -> int:
@@ -99,13 +113,20 @@ class Episode:
     """Context of one trajectory. ``await call()`` then ``await env(...)``, turn after turn."""
 
     def __init__(
-        self, tools: Tools, order: Order, member: Member, session: EnvSession, on_turn: OnTurn
+        self,
+        tools: Tools,
+        order: Order,
+        member: Member,
+        session: EnvSession,
+        on_turn: OnTurn,
+        progress: Progress = _none_ended,
     ) -> None:
         self.tools = tools
         self.order = order
         self.member = member
         self.session = session
         self.on_turn = on_turn
+        self.progress = progress
         self.history: History | None = None
         self._seed = derived_seed(order.seed, member.trajectory, 0, 0)
 
@@ -129,7 +150,7 @@ class Episode:
         if prompt is None:
             return None
         submitted = self.tools.clock()
-        completion = await self.tools.policy.generate(self._request(prompt))
+        completion = await self._answer(self._request(prompt))
         _check(completion)
         reply = self.tools.harness.reply(history, prompt, completion.output)
         return self._record(prompt, completion, reply, submitted), reply
@@ -153,6 +174,7 @@ class Episode:
         )
         self.member.turns.append(turn)
         order = self.order
+        self.member.tool = str(result.info.get("tool") or order.task.env)
         self.on_turn(
             Segment(trajectory=self.member.trajectory, group=order.group, attempt=order.attempt, turn=turn)
         )
@@ -178,7 +200,35 @@ class Episode:
             ),
             session=trajectory,
             priority=-1 if order.purpose is Purpose.EVAL else 0,  # lower is sooner
+            group=order.group,
+            group_done=self.progress(),
+            evaluation=order.purpose is Purpose.EVAL,
+            kind=order.task.env,
+            tool=self.member.tool,
         )
+
+    async def _answer(self, request: Request) -> Completion:
+        """Ask the policy; a turn that is long in coming pauses the environment meanwhile.
+
+        Raises EngineFailed, BadRequest; EnvFailed when the environment fails to pause or to go on.
+        """
+        if self.tools.pause_after_s == math.inf:
+            return await self.tools.policy.generate(request)
+        asked = asyncio.ensure_future(self.tools.policy.generate(request))
+        try:
+            done, _ = await asyncio.wait([asked], timeout=self.tools.pause_after_s)
+            if done:
+                return asked.result()
+            await self.session.pause()
+            completion = await asked
+            await self.session.resume()
+            return completion
+        finally:
+            if not asked.done():
+                asked.cancel()
+                await asyncio.wait([asked])
+            if not asked.cancelled():
+                asked.exception()  # seen: what goes on from here is another error, or this one
 
     def _record(self, prompt: Prompt, completion: Completion, reply: Reply, submitted: float) -> Call:
         return Call(
@@ -220,7 +270,12 @@ async def play(episode: Episode) -> tuple[EndKind, str]:
 
 
 async def run_trajectory(
-    tools: Tools, order: Order, trajectory: str, on_turn: OnTurn, deadline: float
+    tools: Tools,
+    order: Order,
+    trajectory: str,
+    on_turn: OnTurn,
+    deadline: float,
+    progress: Progress = _none_ended,
 ) -> Member:
     """Play one member of an order to its end. ``deadline`` is in the event loop's time.
 
@@ -231,7 +286,7 @@ async def run_trajectory(
     timer = asyncio.timeout_at(deadline)
     try:
         async with timer:
-            kind, reason, detail = await _guarded(tools, order, member, on_turn)
+            kind, reason, detail = await _guarded(tools, order, member, on_turn, progress)
     except TimeoutError:
         kind, reason, detail = EndKind.ABANDONED, "deadline", ""
     member.end = End(
@@ -246,12 +301,14 @@ async def run_trajectory(
     return member
 
 
-async def _guarded(tools: Tools, order: Order, member: Member, on_turn: OnTurn) -> tuple[EndKind, str, str]:
+async def _guarded(
+    tools: Tools, order: Order, member: Member, on_turn: OnTurn, progress: Progress
+) -> tuple[EndKind, str, str]:
     """Turn errors into (failed, boundary, detail)."""
     try:
         session = await tools.environments.acquire()
         try:
-            kind, reason = await play(Episode(tools, order, member, session, on_turn))
+            kind, reason = await play(Episode(tools, order, member, session, on_turn, progress))
         finally:
             # Shielded: a cancelled trajectory must not leave its environment behind.
             await asyncio.shield(session.release())

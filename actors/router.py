@@ -3,7 +3,9 @@
 The controller's table says who generates; a table with an older epoch is refused. A trajectory
 stays with the generator that holds its prefix, the first call of a trajectory goes where its group
 is (members share their first prompt) unless that one is clearly busier than the least busy, and
-everything else goes to the least busy.
+everything else goes to the least busy; or, where generators admit by task (``gated``), to the one whose
+ledger has most room. There a trajectory's end is told to its generator, and a request that has no place
+yet while another generator has room may come back to be asked there.
 
 Requests that come within a few milliseconds travel in one ``submit``, and one long poll per
 generator collects the answers. Delivery is at least once: a request whose fate is unknown (the
@@ -20,6 +22,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
+from actors.gate import MOVED, NO_PLACE
 from actors.lane import Lane, Lost
 from actors.rollout import completion_fault
 from cluster.config import GeneratorConfig
@@ -53,6 +56,7 @@ class RouterStats:
     calls: int = 0
     submits: int = 0
     retries: int = 0
+    no_place: int = 0  # answers that said to ask elsewhere or later
     malformed: int = 0
     stale_tables: int = 0
     kv_hit: dict[str, KvHit] = field(default_factory=lambda: {kind: KvHit() for kind in KV_KINDS})
@@ -63,6 +67,7 @@ class RouterStats:
             "calls": self.calls,
             "submits": self.submits,
             "call_retries": self.retries,
+            "no_place": self.no_place,
             "malformed_answers": self.malformed,
             "stale_tables": self.stale_tables,
         }
@@ -93,17 +98,22 @@ class Router:
         config: GeneratorConfig,
         connect: Callable[[str], Generator],
         window_s: float = 0.001,
+        *,
+        gated: bool = False,
     ) -> None:
+        """``gated``: generators admit by task, so that a request may wait for a place as long again."""
         self.caller = caller
         self.config = config
         self.stats = RouterStats()
         self._connect = connect
         self._window_s = window_s
+        self._gated = gated
         self._epoch = -1
         self._lanes: dict[str, Lane] = {}
         self._versions: dict[str, int] = {}
         self._places: OrderedDict[str, _Place] = OrderedDict()
         self._groups: OrderedDict[str, str] = OrderedDict()
+        self._asked: OrderedDict[str, str] = OrderedDict()  # session -> generator that may know it (gated)
         self._changed = asyncio.Event()
 
     @property
@@ -134,6 +144,7 @@ class Router:
                 self._lanes[name] = Lane(name, self.caller, self._connect(name), self._window_s, self.stats)
             lane = self._lanes[name]
             lane.healthy = row.healthy
+            lane.report(row.free)
         self._versions = {name: row.version for name, row in rows.items()}
         healthy = any(lane.healthy for lane in self._lanes.values())
         for lane in self._lanes.values():
@@ -145,32 +156,48 @@ class Router:
         """Answer one request, trying up to ``max_retries`` times more after a failure.
 
         Raises BadRequest at once for what no generator can serve, EngineFailed after the retries or
-        when no generator was healthy for ``request_timeout_s``.
+        when no generator was healthy for ``request_timeout_s``. That there was no place in time is no
+        failure: it is asked again until the caller gives up (a trajectory has its group's deadline).
         """
         self.stats.calls += 1
         cause = ""
         avoid: str | None = None
-        for attempt in range(self.config.max_retries + 1):
-            if attempt:
-                self.stats.retries += 1
-                await asyncio.sleep(min(_BACKOFF_S * 2 ** (attempt - 1), _BACKOFF_MAX_S))
-            lane = await self._choose(request.session, avoid, cause)
-            asked = replace(request, id=f"{request.id}#{attempt}") if attempt else request
+        failures = number = 0
+        mobile = True
+        began = time.monotonic()
+        while True:
+            lane = await self._choose(request, avoid, cause)
             try:
-                completion = await lane.ask(asked, self.config.request_timeout_s)
+                completion = await lane.ask(
+                    self._asking(request, number, lane, mobile, began),
+                    self.config.request_timeout_s * (2 if self._gated else 1),
+                )
             except Lost as error:
-                cause, avoid = str(error), lane.name
-                continue
-            cause = self._judge(request, completion)
-            if not cause:
-                self._account(request, completion, lane.name)
-                return replace(completion, id=request.id, generator=completion.generator or lane.name)
+                cause = str(error)
+            else:
+                cause = self._judge(request, completion)
+                if not cause:
+                    self._account(request, completion, lane.name)
+                    return replace(completion, id=request.id, generator=completion.generator or lane.name)
+            number += 1
             avoid = lane.name
-        raise EngineFailed(f"request {request.id} failed {self.config.max_retries + 1} times, last: {cause}")
+            if cause.startswith(NO_PLACE):
+                self.stats.no_place += 1
+                if cause == MOVED:
+                    mobile = False  # once is enough
+                else:
+                    avoid = None
+                continue
+            failures += 1
+            if failures > self.config.max_retries:
+                raise EngineFailed(f"request {request.id} failed {failures} times, last: {cause}")
+            self.stats.retries += 1
+            await asyncio.sleep(min(_BACKOFF_S * 2 ** (failures - 1), _BACKOFF_MAX_S))
 
     def forget(self, session: str) -> None:
-        """A trajectory ended: its place needs no memory."""
+        """A trajectory ended: its place needs no memory, here and at its generator."""
         self._places.pop(session, None)
+        self._release(session, self._asked.pop(session, None))
 
     async def aclose(self) -> None:
         """Stop all polling; open requests fail."""
@@ -190,14 +217,35 @@ class Router:
             self.stats.malformed += 1
         return fault
 
-    async def _choose(self, session: str, avoid: str | None, cause: str) -> Lane:
+    def _asking(self, request: Request, number: int, lane: Lane, mobile: bool, began: float) -> Request:
+        """The request as the lane gets it, under a name of its own when it is asked again."""
+        if number:
+            waited_s = time.monotonic() - began if self._gated else 0.0
+            request = replace(request, id=f"{request.id}#{number}", waited_s=waited_s)
+        if not self._gated or not request.session:
+            return request
+        before = self._asked.get(request.session)
+        if before != lane.name:
+            self._release(request.session, before)
+            lane.room -= len(request.prompt) // 4 + request.sampling.max_tokens
+        _remember(self._asked, request.session, lane.name)
+        now = time.monotonic()
+        others = [other.room for other in self._lanes.values() if other is not lane and other.usable(now)]
+        return replace(request, elsewhere=max([0, *others])) if mobile else request
+
+    def _release(self, session: str, name: str | None) -> None:
+        lane = self._lanes.get(name) if name is not None else None
+        if lane is not None:
+            lane.release(session)
+
+    async def _choose(self, request: Request, avoid: str | None, cause: str) -> Lane:
         """A usable generator; waits for one at most ``request_timeout_s``."""
         deadline = time.monotonic() + self.config.request_timeout_s
         while True:
             now = time.monotonic()
             usable = [lane for lane in self._lanes.values() if lane.usable(now)]
             if usable:
-                return self._prefer(session, [lane for lane in usable if lane.name != avoid] or usable)
+                return self._prefer(request, [lane for lane in usable if lane.name != avoid] or usable)
             if now >= deadline:
                 known = ", ".join(sorted(self._lanes)) or "none in the table"
                 raise EngineFailed(
@@ -207,14 +255,22 @@ class Router:
             rests = [lane.suspect_until for lane in self._lanes.values() if lane.healthy]
             await self._wait_change(max(0.001, min([deadline, *rests]) - now))
 
-    def _prefer(self, session: str, usable: list[Lane]) -> Lane:
-        """Session's own, then the group's, then the least busy; remembers the group's."""
+    def _prefer(self, request: Request, usable: list[Lane]) -> Lane:
+        """Session's own, then the group's, then that with most room or the least busy; remembers the group's.
+
+        Room counts if the request fits into any; if it fits nowhere, whoever has least to do will have it.
+        """
+        session = request.session
         by_name = {lane.name: lane for lane in usable}
         place = self._places.get(session)
         if place is not None and place.generator in by_name:
             return by_name[place.generator]
         least = min(usable, key=lambda lane: (lane.load, lane.name))
-        group = session.rpartition(".")[0] or session
+        if self._gated:
+            need = len(request.prompt) // 4 + request.sampling.max_tokens
+            roomy = max(usable, key=lambda lane: (lane.room, -lane.load))
+            least = roomy if roomy.room >= need else least
+        group = request.group or session.rpartition(".")[0] or session
         home = by_name.get(self._groups.get(group, ""))
         if home is not None and home.load <= least.load + _GROUP_SLACK:
             return home

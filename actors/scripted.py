@@ -81,6 +81,7 @@ class ScriptedGenerator:
     def __init__(self, policy: ScriptedPolicy) -> None:
         self.policy = policy
         self.batches: list[int] = []  # sizes of submits
+        self.released: list[str] = []  # sessions
         self._boxes: defaultdict[str, asyncio.Queue[Completion]] = defaultdict(asyncio.Queue)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -104,6 +105,10 @@ class ScriptedGenerator:
             ready.append(box.get_nowait())
         return ready
 
+    async def release(self, sessions: Sequence[str]) -> None:
+        """Note who left."""
+        self.released += sessions
+
     async def _serve(self, caller: str, request: Request) -> None:
         self._boxes[caller].put_nowait(await self.policy.generate(request))
 
@@ -115,6 +120,7 @@ class ScriptedSession:
         self._home = home
         self._task: Task | None = None
         self._turn = 0
+        self._paused = False
 
     async def start(self, task: Task, seed: int) -> str:
         """First observation: the task's data under ``start``, or ``go``."""
@@ -126,11 +132,21 @@ class ScriptedSession:
     async def step(self, actions: list[str]) -> StepResult:
         """What the play function says, after ``delay_s``."""
         assert self._task is not None, "step before start"
+        assert not self._paused, "step while paused"
         if self._home.delay_s:
             await asyncio.sleep(self._home.delay_s)
         result = self._home.play(self._task, self._turn, actions)
         self._turn += 1
         return result
+
+    async def pause(self) -> None:
+        """Count the pause."""
+        self._home.pauses += 1
+        self._paused = True
+
+    async def resume(self) -> None:
+        """The next step comes."""
+        self._paused = False
 
     async def release(self) -> None:
         """Count the return."""
@@ -148,6 +164,7 @@ class ScriptedEnvironments:
         self.delay_s = delay_s
         self.live = 0
         self.acquired = 0
+        self.pauses = 0
 
     async def acquire(self) -> ScriptedSession:
         """A new session at once."""

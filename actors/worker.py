@@ -69,6 +69,12 @@ class _Running:
     attempt: int
     task: asyncio.Task[None]
     left: int  # members that have not ended, started or not
+    size: int
+
+    @property
+    def done(self) -> float:
+        """Share of the members that have ended."""
+        return 1.0 - self.left / self.size
 
 
 class Worker:
@@ -114,6 +120,7 @@ class Worker:
             max_turns=config.env.max_turns,
             delay=latency.delay_s if latency is not None else None,
             seeded=seeded,
+            pause_after_s=config.admission.pause_env_after_s,
         )
         self._running: dict[str, _Running] = {}
         self._attempts: OrderedDict[str, int] = OrderedDict()
@@ -215,7 +222,7 @@ class Worker:
         if len(self._attempts) > _REMEMBERED:
             self._attempts.popitem(last=False)
         task = tasks.create_task(self._run_group(order), name=f"group {order.group}/{order.attempt}")
-        self._running[order.group] = _Running(order.attempt, task, len(order.members))
+        self._running[order.group] = _Running(order.attempt, task, len(order.members), len(order.members))
         task.add_done_callback(lambda _: self._forget(order))
 
     async def _cancel(self, group: str) -> None:
@@ -237,6 +244,10 @@ class Worker:
         if running is not None and running.attempt == order.attempt:
             running.left = max(0, running.left - 1)
             self._freed.set()
+
+    def _done(self, order: Order) -> float:
+        running = self._running.get(order.group)
+        return running.done if running is not None else 0.0
 
     async def _wait_free(self, timeout_s: float) -> None:
         """Return when a slot is free or the worker stops, at the latest after ``timeout_s``."""
@@ -318,7 +329,9 @@ class Worker:
         except TimeoutError:
             return Member(trajectory, end=never_started(order, trajectory))
         try:
-            return await run_trajectory(self._tools, order, trajectory, self._on_turn(order), deadline)
+            return await run_trajectory(
+                self._tools, order, trajectory, self._on_turn(order), deadline, lambda: self._done(order)
+            )
         finally:
             self.slots.release()
             self._member_ended(order)

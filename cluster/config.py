@@ -145,9 +145,10 @@ class LearnerConfig(Section, frozen=True):
 
 
 class ScorerConfig(Section, frozen=True):
-    """Frozen forward passes. Needed (and refused otherwise) when objective.kl_coef > 0."""
+    """Frozen forward passes, when objective.kl_coef > 0: on ranks of their own (decoupled), on the
+    learners between batches (colocated), or whichever ends a step first (auto)."""
 
-    replicas: int = 0
+    replicas: int = 0  # needed (and refused otherwise) when objective.kl_coef > 0 and mode is decoupled
     threads: int = 1
     path: str = ""  # default: the policy's initial weights
     timeout_s: float = 300.0
@@ -337,8 +338,16 @@ def validate(config: Config) -> None:
     _require(learner.lr > 0, "learner.lr", learner.lr, "must be positive")
     _require(config.generator.temperature > 0, "generator.temperature", config.generator.temperature,
              "must be positive for training (evaluation sets its own)")
-    if objective.kl_coef > 0 and config.scorer.replicas == 0:
-        raise ConfigError("objective.kl_coef > 0 needs scorer.replicas >= 1 (the reference's scorer)")
+    if objective.kl_coef > 0 and config.scorer.replicas == 0 and config.scorer.mode == "decoupled":
+        raise ConfigError(
+            "objective.kl_coef > 0 needs scorer.replicas >= 1 (the reference's scorer), or learners "
+            'that score themselves: scorer.mode = "colocated" or "auto"'
+        )
+    if config.scorer.replicas > 0 and config.scorer.mode == "colocated":
+        raise ConfigError(
+            'scorer.replicas > 0 does nothing while scorer.mode = "colocated": '
+            'set scorer.replicas = 0 or scorer.mode = "auto"'
+        )
     if objective.kl_coef == 0 and config.scorer.replicas > 0:
         raise ConfigError("scorer.replicas > 0 does nothing while objective.kl_coef is 0: remove one")
     _validate_tide(config)

@@ -1,87 +1,56 @@
-"""The controller: admission, weight propagation, evaluation, and the facts everyone asks for.
+"""The controller: admission, evaluation, and the facts everyone asks for.
 
 ::
 
     worker --pull--> [orders] --+-- evaluation orders (first: they are few and block a phase)
                                 +-- lost groups, next attempt        (reconcile, every second)
                                 +-- new groups, while allowance > 0  (staleness.allowance)
-    feeder --published--> [weights] --per generator--> load_weights --ack--> allowance grows
-    health loop --> generator table (epoch grows when the set of healthy generators changes)
+    loop --published--> [fleet] --per generator--> load_weights --ack--> allowance grows
+    loop --barrier, moved--> [elastic] roles change between two steps
+    [fleet] generator table (epoch grows when the set of healthy generators changes)
 
 ``pull`` waits at most ``PULL_WAIT_S`` for something to give; it is woken by an acknowledgement,
 a closed group, a lost group or a new evaluation. Everything durable lies in the queue: a
-restarted controller reads version, counts and open orders back, grows the epoch, and learns
-assignments from the workers' pulls. It speaks only to Protocols.
+restarted controller reads version, counts, roles and open orders back, grows the epoch, and learns
+assignments from the workers' pulls. It speaks only to Protocols. Generators are seen to in
+``cluster/fleet.py``, roles in ``cluster/elastic.py``, what a step cost whom in ``cluster/facts.py``.
 """
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
-from cluster import codec
 from cluster.assign import Assignments
 from cluster.config import Config
-from cluster.errors import WeightsFailed
+from cluster.elastic import Elastic, Ready
 from cluster.evaluation import EvalBook
+from cluster.facts import StepWatch
+from cluster.fleet import Connect, Fleet, GeneratorPort, Trace
 from cluster.messages import (
+    Barrier,
     EvalEpisode,
     EvalSummary,
-    GeneratorHealth,
-    GeneratorRow,
     Grant,
+    Moved,
     Published,
     Pull,
+    RankRow,
+    Roles,
     Table,
+    Wanted,
 )
 from cluster.metrics import union
 from cluster.ports import Queue
-from cluster.staleness import allowance
-from cluster.types import Order, Purpose, Task, Weights
-from cluster.waits import IdleClock
+from cluster.staleness import allowance, smallest_batch
+from cluster.types import Order, Purpose, Task
 
 PULL_WAIT_S = 1.0
-HEALTH_EVERY_S = 1.0
 RECONCILE_EVERY_S = 1.0
 FORGOTTEN_S = 3.0  # an order that a worker does not report after this long never arrived
-LOAD_RETRIES = 3
-"""Failed weight loads in a row before a generator is asked to restart."""
-
-
-class GeneratorPort(Protocol):
-    """What the controller asks of a generator."""
-
-    async def health(self) -> GeneratorHealth:
-        """State now; raises when the process is gone."""
-
-    async def load_weights(self, weights: Weights, epoch: int) -> int:
-        """Load and verify; returns the live version. Raises WeightsFailed."""
-
-    async def restart(self, reason: str) -> None:
-        """End the process; its supervisor starts a new one."""
-
 
 TaskSource = Callable[[str, int], Task]
-Trace = Callable[[str, dict[str, Any]], None]
-
-
-@dataclass
-class _Slot:
-    """One generator as the controller sees it."""
-
-    port: GeneratorPort
-    health: GeneratorHealth | None = None
-    acked: int = -1
-    healthy: bool = False
-    failures: int = 0
-    tokens: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    restarts: int = 0
-    sync_s: float = 0.0
-    busy: list[tuple[float, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -106,43 +75,52 @@ class Controller:
         config: Config,
         queue: Queue,
         tasks: TaskSource,
-        generators: Mapping[str, GeneratorPort],
+        generators: Mapping[str, GeneratorPort] | Connect,
         trace: Trace = lambda event, fields: None,
+        ready: Ready | None = None,
+        costs: Mapping[str, float] | None = None,
     ) -> None:
+        """``generators`` are the ports of a fixed set of generators, or how to reach one by name, if the
+        role map says who generates. ``ready`` asks an actor whether it can take up its role; ``costs`` are
+        prior seconds of rank moves by kind.
+        """
         self.config = config
         self.queue = queue
         self.tasks = tasks
         self.trace = trace
-        self.slots = {name: _Slot(port) for name, port in generators.items()}
-        self.epoch = 0
-        self.version = 0
-        self.weights: Weights | None = None
+        self._fixed = list(generators) if isinstance(generators, Mapping) else None
+        connect = generators.__getitem__ if isinstance(generators, Mapping) else generators
+        self.fleet = Fleet(config, queue, connect, trace)
+        self.fleet.why_idle = self._why_idle
+        self.elastic = Elastic(config, queue, self.fleet, trace, ready or self._generator_ready, costs)
         self.cursor = 0
         self.admission_open = False
         self.assignments = Assignments(config.env.max_attempts)
         self.evaluations = EvalBook()
         self.workers: dict[str, Pull] = {}
-        self.idle = IdleClock()
+        self._ended_totals: dict[str, float] = {}  # counters of workers that are no more
+        self.watch = StepWatch(self.fleet)
         self._lost_queue: list[Order] = []
         self._eval_given: dict[str, _Given] = {}
         self._open: dict[str, Order] = {}
         self._groups: dict[str, int] = {}
-        self._changed = asyncio.Condition()
+        self._progress = (0, 0)  # (version, groups trained by then), if batches may be of unequal size
+        self._marks: dict[int, int] = {}  # version -> groups admitted and not lost, at its last admission
         self._admitting = asyncio.Lock()
         self._stopping = False
         self._last_step: dict[str, Any] = {}
 
-    async def start(self) -> None:
-        """Restore from the queue; grow the epoch so that older orders are refused."""
-        raw = await self.queue.get("epoch")
-        self.epoch = (int(raw) if raw else 0) + 1
-        await self.queue.put("epoch", str(self.epoch).encode())
-        raw = await self.queue.get("weights")
-        if raw:
-            self.weights = codec.decode(raw, Weights)
-            self.version = self.weights.version
+    async def start(self, session: str = "") -> None:
+        """Restore from the queue; grow the epoch so that older orders are refused.
+
+        ``session`` names the driver; roles of another one's actors are not taken over.
+        """
+        names = await self.elastic.start(session)
+        await self.fleet.start(names if self._fixed is None else self._fixed)
         self._groups = await self.queue.groups()
         self.cursor = sum(self._groups.values())
+        if self.config.run.min_groups_per_step:
+            await self._restore_progress()
         self._open = {order.group: order for order in await self.queue.orders()}
         self.assignments.started = time.monotonic()
         raw = await self.queue.get("admission")
@@ -150,117 +128,121 @@ class Controller:
         self.trace("controller_start", {"epoch": self.epoch, "version": self.version})
 
     async def run(self) -> None:
-        """Supervise generators and open groups until stopped."""
+        """Supervise generators, roles and open groups until stopped."""
         async with asyncio.TaskGroup() as loops:
-            for name in self.slots:
-                loops.create_task(self._watch(name))
+            loops.create_task(self.fleet.run())
             loops.create_task(self._reconcile())
+            if self._fixed is None:
+                loops.create_task(self.elastic.run())
 
     async def stop(self) -> None:
         """End the loops; pulls answer with nothing."""
         self._stopping = True
-        await self._notify()
+        self.elastic.stop()
+        await self.fleet.stop()
 
-    # -- generators ---------------------------------------------------------------------
+    # -- generators and roles -----------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """Of every order; see ``Fleet``."""
+        return self.fleet.epoch
+
+    @property
+    def version(self) -> int:
+        """Newest published version."""
+        return self.fleet.version
 
     def table(self) -> Table:
         """The generator table of this epoch."""
-        rows = tuple(GeneratorRow(n, s.healthy, s.acked) for n, s in sorted(self.slots.items()))
-        return Table(epoch=self.epoch, generators=rows)
+        return self.fleet.table()
 
     def acknowledged(self) -> int:
         """Lowest version acknowledged among healthy generators; -1 if none is healthy."""
-        return min((s.acked for s in self.slots.values() if s.healthy), default=-1)
+        return self.fleet.acknowledged()
 
     async def publish(self, published: Published) -> None:
-        """New weights exist: remember the handle durably, then let each generator fetch them."""
-        if published.weights.version < self.version:
-            raise WeightsFailed(
-                f"version {published.weights.version} published after {self.version}"
-            )
-        await self.queue.put("weights", codec.encode(published.weights))
-        self.weights, self.version = published.weights, published.weights.version
-        self.trace("published", {"version": self.version})
+        """New weights exist: each generator fetches them, and their acknowledgement makes room."""
+        await self.fleet.publish(published)
         self._groups = await self.queue.groups()
-        await self._notify()
+        self.fleet.notify()
 
-    async def _watch(self, name: str) -> None:
-        """Health, weights and table membership of one generator."""
-        slot = self.slots[name]
-        while not self._stopping:
-            before = slot.healthy
-            try:
-                health = await asyncio.wait_for(slot.port.health(), timeout=10.0)
-                self._note(slot, health)
-                if health.ready and self._behind(slot):
-                    await self._load(name, slot)
-                slot.healthy = health.ready and slot.acked >= self.version - max(
-                    1, self.config.run.max_lag
-                )
-            except Exception as error:  # the port's process may die in any way
-                self._unhealthy(name, slot, error)
-            if slot.healthy != before:
-                await self._grow_epoch(name, slot)
-            await self._wait_for_weights(slot)
+    async def _generator_ready(self, name: str) -> bool:
+        return (await self.fleet.connect(name).health()).ready
 
-    def _behind(self, slot: _Slot) -> bool:
-        """Newer weights lie ready; a handle without a place waits for being published again."""
-        weights = self.weights
-        return weights is not None and bool(weights.location) and slot.acked < weights.version
+    async def barrier(self, facts: dict[str, Any]) -> Barrier:
+        """The loop has committed step ``facts["step"]`` and waits: what changes before the next one?
 
-    def _note(self, slot: _Slot, health: GeneratorHealth) -> None:
-        """Take over a report; a new instance starts from its own version and zero counters."""
-        old = slot.health
-        if old is None or old.instance != health.instance:
-            slot.restarts += old is not None
-            slot.acked = health.version if health.ready else -1
-            old = None
-        elif health.ready and slot.acked < 0:
-            slot.acked = health.version
-        slot.tokens += health.tokens - (old.tokens if old else 0)
-        slot.prompt_tokens += health.prompt_tokens - (old.prompt_tokens if old else 0)
-        slot.cached_tokens += health.cached_tokens - (old.cached_tokens if old else 0)
-        slot.sync_s += health.sync_s - (old.sync_s if old else 0.0)
-        slot.busy.extend(health.busy)
-        slot.health = health
+        ``facts`` are those of ``learner.pace.StepFacts.told``. Asking again for the same step repeats the
+        answer.
+        """
+        step = int(facts["step"])
+        groups = await self._next_batch(step)
+        if self.elastic.active and self.watch.short:
+            await self.fleet.refresh()
+        seen = self.watch.barrier(facts, self.elastic.map.counts(), bool(self.evaluations.progress()))
+        return await self.elastic.barrier(seen, facts, groups)
 
-    async def _load(self, name: str, slot: _Slot) -> None:
-        weights = self.weights
-        assert weights is not None
-        try:
-            slot.acked = await slot.port.load_weights(weights, self.epoch)
-        except WeightsFailed as error:
-            slot.failures += 1
-            self.trace("load_failed", {"generator": name, "error": str(error)})
-            if slot.failures >= LOAD_RETRIES:
-                slot.failures = 0
-                await slot.port.restart(str(error))
-            raise
-        slot.failures = 0
-        self.trace("acknowledged", {"generator": name, "version": slot.acked})
-        await self._notify()
+    async def moved(self, moved: Moved) -> None:
+        """How the move of the last barrier ended in the loop."""
+        await self.elastic.moved(moved)
 
-    def _unhealthy(self, name: str, slot: _Slot, error: BaseException) -> None:
-        if slot.healthy:
-            self.trace("generator_lost", {"generator": name, "error": repr(error)[:300]})
-        slot.healthy = False
+    async def roles(self) -> Roles:
+        """The role map of this epoch."""
+        return self.elastic.roles()
 
-    async def _grow_epoch(self, name: str, slot: _Slot) -> None:
-        self.epoch += 1
-        await self.queue.put("epoch", str(self.epoch).encode())
-        event = "generator_joined" if slot.healthy else "generator_left"
-        self.trace(event, {"generator": name, "epoch": self.epoch, "version": slot.acked})
-        await self._notify()
+    async def wanted(self) -> Wanted:
+        """What the driver should keep running."""
+        return self.elastic.wanted()
 
-    async def _wait_for_weights(self, slot: _Slot) -> None:
-        """Sleep until the next health check, or until weights newer than this slot's appear."""
-        deadline = time.monotonic() + HEALTH_EVERY_S
-        async with self._changed:
-            while not self._stopping and (left := deadline - time.monotonic()) > 0:
-                if slot.healthy and self._behind(slot):
-                    return
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), left)
+    async def have(self, names: list[str], free: int | None = None) -> None:
+        """The driver runs these actors; ``free`` more ranks could be had from the cluster."""
+        for worker in set(self.workers) - set(names):
+            for name, value in self.workers.pop(worker).counters.items():
+                self._ended_totals[name] = self._ended_totals.get(name, 0.0) + value
+        await self.elastic.have(names, free)
+
+    async def located(self, nodes: dict[int, str]) -> None:
+        """Ray node id of each rank: who moves is chosen beside its new peers."""
+        await self.elastic.located(nodes)
+
+    async def ranks_lost(self, ranks: list[int], node: str = "") -> None:
+        """These ranks are gone with their node."""
+        await self.elastic.lost(ranks, node)
+
+    async def ranks_joined(self, rows: list[RankRow]) -> None:
+        """Ranks of a node that came, or came back."""
+        await self.elastic.joined(rows)
+
+    async def scale(
+        self,
+        generators: int | None = None,
+        learners: int | None = None,
+        scorers: int | None = None,
+        env_workers: int | None = None,
+    ) -> dict[str, Any]:
+        """An operator's target; see ``Elastic.scale``."""
+        return await self.elastic.scale(generators, learners, scorers, env_workers)
+
+    async def _next_batch(self, step: int) -> int:
+        """Fewest groups that the next step may train; 0 if batches are all of one size."""
+        run = self.config.run
+        if not run.min_groups_per_step:
+            return 0
+        self._groups = await self.queue.groups()
+        self._progress = (step, self._groups.get("trained", 0))
+        self._marks = {a: mark for a, mark in self._marks.items() if a + run.max_lag >= step}
+        return smallest_batch(
+            max_lag=run.max_lag, groups_per_step=run.groups_per_step, least=run.min_groups_per_step,
+            progress=self._progress, marks=self._marks,
+        )  # fmt: skip
+
+    async def _restore_progress(self) -> None:
+        """From the step log. All that was admitted may be as old as the bound allows: no small batch yet."""
+        committed = [record for record in await self.queue.steps(0) if record.committed]
+        version = max((record.step for record in committed), default=0)
+        self._progress = (version, sum(len(record.groups) for record in committed))
+        self._marks = {version - self.config.run.max_lag: self.cursor - self._groups.get("lost", 0)}
 
     # -- admission ----------------------------------------------------------------------
 
@@ -268,8 +250,10 @@ class Controller:
         """Start or stop admitting training groups (evaluation phases close it)."""
         self.admission_open = is_open
         await self.queue.put("admission", b"open" if is_open else b"closed")
+        if is_open and self.version == 0:
+            self.watch.opened()
         self.trace("admission_open" if is_open else "admission_closed", {"version": self.version})
-        await self._notify()
+        self.fleet.notify()
 
     def room(self) -> int:
         """Groups that may be admitted now."""
@@ -283,6 +267,7 @@ class Controller:
             steps=self.config.run.steps,
             admitted=self.cursor,
             lost=self._groups.get("lost", 0),
+            progress=self._progress if self.config.run.min_groups_per_step else None,
         )
 
     async def pull(self, pull: Pull) -> Grant:
@@ -298,9 +283,7 @@ class Controller:
             left = deadline - time.monotonic()
             if orders or free <= 0 or self._stopping or left <= 0 or self.epoch != first_epoch:
                 break
-            async with self._changed:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), left)
+            await self.fleet.changed.wait(left)
         cancel = tuple(g for g in pull.running if self._superseded(pull, g))
         self._mark_idle()
         return Grant(orders=tuple(orders), table=self.table(), cancel=cancel)
@@ -352,6 +335,8 @@ class Controller:
         order = self._new_order(self.cursor)
         await self.queue.admit(order)
         self.cursor += 1
+        if self.config.run.min_groups_per_step:
+            self._marks[self.acknowledged()] = self.cursor - self._groups.get("lost", 0)
         self._open[order.group] = order
         self.trace("admit", {"group": order.group, "version": order.version})
         return order
@@ -375,7 +360,7 @@ class Controller:
             await asyncio.sleep(RECONCILE_EVERY_S)
             async with self._admitting:
                 await self._reconcile_once()
-            await self._notify()
+            self.fleet.notify()
 
     async def _reconcile_once(self) -> None:
         orders = await self.queue.orders()
@@ -402,7 +387,7 @@ class Controller:
             self._open.pop(group, None)
             self.assignments.finished(group)
         self._groups = await self.queue.groups()
-        await self._notify()
+        self.fleet.notify()
 
     # -- evaluation ---------------------------------------------------------------------
 
@@ -428,7 +413,7 @@ class Controller:
                 for i in range(tasks)
             ]
             self.evaluations.begin(suite, mode, orders, time.monotonic())
-            await self._notify()
+            self.fleet.notify()
         return await self.evaluations.finished(suite, deadline_s)
 
     async def report_eval(self, episodes: list[EvalEpisode]) -> None:
@@ -439,34 +424,39 @@ class Controller:
 
     # -- facts --------------------------------------------------------------------------
 
+    def _why_idle(self) -> str:
+        """Cause of the seconds during which a generator has nothing to do now."""
+        if not self.admission_open:
+            return "closed"
+        return "capacity" if self.room() <= 0 else "no_work"
+
     def _mark_idle(self) -> None:
-        """Integrate idle rollout slots by cause (capacity, no generator, sync is the engine's)."""
+        """Idle rollout slots by cause: the measure of waiting for generators that do not tell their own."""
         total = sum(p.slots for p in self.workers.values()) or 1
         free = sum(p.free for p in self.workers.values())
         cause = "generator" if self.acknowledged() < 0 else "capacity"
         blocked = self.admission_open and self.room() <= 0
-        self.idle.observe(free / total if blocked else 0.0, cause, time.monotonic())
+        self.watch.idle.observe(free / total if blocked else 0.0, cause, time.monotonic())
 
     async def step_facts(self, record: dict[str, Any]) -> dict[str, Any]:
         """The feeder's step record goes in; generator-side facts of the step come out."""
         self._mark_idle()
         self._last_step = record
-        busy = union([i for s in self.slots.values() for i in s.busy])
-        for slot in self.slots.values():
-            slot.busy.clear()
+        totals = self.fleet.totals()
         return {
-            "rwt": self.idle.take(),
-            "generated_tokens": sum(s.tokens for s in self.slots.values()),
-            "prompt_tokens": sum(s.prompt_tokens for s in self.slots.values()),
-            "cached_tokens": sum(s.cached_tokens for s in self.slots.values()),
-            "sync_s": sum(s.sync_s for s in self.slots.values()),
-            "generator_busy": busy,
+            "rwt": self.watch.take_rwt(),
+            "generated_tokens": totals.tokens,
+            "prompt_tokens": totals.prompt_tokens,
+            "cached_tokens": totals.cached_tokens,
+            "sync_s": totals.sync_s,
+            "generator_busy": union(self.fleet.take_busy()),
             "workers": self._worker_totals(),
             "ranks": self.ranks(),
+            "switches": self.elastic.machine.switches.take_news(),
         }
 
     def _worker_totals(self) -> dict[str, float]:
-        totals: dict[str, float] = {}
+        totals = dict(self._ended_totals)
         for pull in self.workers.values():
             for name, value in pull.counters.items():
                 totals[name] = totals.get(name, 0.0) + value
@@ -474,11 +464,8 @@ class Controller:
 
     def ranks(self) -> dict[str, int]:
         """Ranks by role."""
-        return {
-            "generator": len(self.slots),
-            "learner": self.config.learner.ranks,
-            "scorer": self.config.scorer.replicas,
-        }
+        counts = self.elastic.map.counts()
+        return counts if counts["spare"] else {r: n for r, n in counts.items() if r != "spare"}
 
     async def status(self) -> dict[str, Any]:
         """What the terminal shows; cheap enough to ask twice a second."""
@@ -491,18 +478,14 @@ class Controller:
             "ready_depth": depth,
             "ready_head_age_s": age,
             "open_groups": len(self._open),
-            "generators": {n: [s.healthy, s.acked, s.restarts] for n, s in self.slots.items()},
+            "generators": {n: [s.healthy, s.acked, s.restarts] for n, s in self.fleet.slots.items()},
             "workers": {n: [p.free, p.slots] for n, p in self.workers.items()},
             "ledger": codec_plain(await self.queue.ledger()),
             "evaluating": self.evaluations.progress(),
+            "roles": self.elastic.status(),
         }
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
 
 
 def codec_plain(record: Any) -> dict[str, Any]:
     """A record as plain values, every field present."""
     return {name: getattr(record, name) for name in record.__struct_fields__}
-

@@ -94,6 +94,7 @@ class GeneratorHealth(Record, frozen=True):
     parked: int = 0  # tasks that lost it and will ask again
     queued: int = 0  # tasks that wait for a place
     starved_s: float = 0.0  # seconds with nothing to do, total: the raw material of RWT
+    preemptions: int = 0  # times that the engine took a running request's memory, total
 
 
 class Published(Record, frozen=True):

@@ -44,6 +44,7 @@ METRICS: dict[str, Metric] = {
         Metric("goodput_tok_s", "tok/s", "gauge", (), "tokens of applied steps per second, all ranks"),
         Metric("goodput_fraction", "1", "gauge", (), "tokens trained / tokens sampled, since the start"),
         Metric("sampled_tok_s", "tok/s", "gauge", (), "tokens sampled per second, all generators"),
+        Metric("row_tokens", "tok", "counter", (), "tokens of the packed rows, masked ones included"),
         Metric("row_tok_s", "tok/s", "gauge", (), "tokens of trained rows per second, prompts included"),
         Metric("trained_tokens", "tok", "counter", (), "tokens that entered an applied step"),
         Metric("step_s", "s", "histogram", (), "optimizer step, from batch to update", _SECONDS),
@@ -67,7 +68,10 @@ METRICS: dict[str, Metric] = {
         # Generators
         Metric("kv_hit", "1", "gauge", ("kind",), "share of prompt tokens found in prefix cache"),
         Metric("weights_load_s", "s", "histogram", ("generator",), "loading weights into engine", _SECONDS),
+        Metric("prompt_tokens", "tok", "counter", (), "prompt tokens asked of generators"),
+        Metric("cached_tokens", "tok", "counter", (), "of those, found in the prefix cache"),
         # Ranks
+        Metric("scorer_busy_s", "s", "counter", (), "rank-seconds spent scoring, wherever it ran"),
         Metric("ranks", "ranks", "gauge", ("role",), "ranks by role"),
         Metric("restarts", "1", "counter", ("role",), "actors started again after a failure"),
         Metric("switch_seconds", "s", "histogram", ("kind",), "moving a rank between roles", _SECONDS),

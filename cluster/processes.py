@@ -18,6 +18,9 @@ T = TypeVar("T")
 VARIABLE = "SPRINGTIDE_PID_FILE"
 """Where an actor's process finds the path of its file (set by the driver)."""
 
+REPLACED = "replaced"
+"""What an actor's ``run`` returns when its process ends on purpose, to be followed by another: no death."""
+
 _SLACK_S = 0.05  # the system's clock ticks, rounded twice
 
 

@@ -5,6 +5,8 @@
     springtide eval RECIPE --checkpoint FOLDER
     springtide replay RUN
     springtide report RUN
+    springtide scale RUN [--generators N] [--learners N] [--scorers N] [--env-workers N] [--show] [--auto]
+    springtide simulate WORKLOAD [--ranks N] [--policy NAME ...] [--sweep] [--json FILE] [--picture FILE]
     springtide doctor
 """
 
@@ -14,9 +16,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from cluster.config import Config, apply_override, build, dump, load
 from cluster.errors import ConfigError, SpringtideError
+from cluster.sim.library import names
+from cluster.sim.policies import POLICIES
 from deploy.signals import Terminated, sigterm_raises
 
 INTERRUPTED = 130
@@ -69,9 +74,61 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("run")
     report.set_defaults(handler=_report)
 
+    _add_scale(commands)
+    _add_simulate(commands)
+
     doctor = commands.add_parser("doctor", help="say what is wrong with this installation, and the remedy")
     doctor.set_defaults(handler=_doctor)
     return top
+
+
+def _add_scale(commands: Any) -> None:
+    scale = commands.add_parser("scale", help="change how many ranks of a running job do what")
+    scale.add_argument("run", help="the run folder of a running job")
+    for name, what in (
+        ("generators", "generate"), ("learners", "train"), ("scorers", "score"),
+    ):  # fmt: skip
+        scale.add_argument(f"--{name}", type=int, metavar="N", help=f"ranks that {what}")
+    scale.add_argument("--env-workers", type=int, metavar="N", help="processes that play environments")
+    scale.add_argument("--show", action="store_true", help="print ranks, roles and moves, and change nothing")
+    scale.add_argument("--auto", action="store_true", help="take earlier counts back")
+    scale.add_argument("--timeout", type=float, metavar="S", default=900.0, help="how long to wait for it")
+    scale.set_defaults(handler=_scale)
+
+
+def _scale(arguments: argparse.Namespace) -> int:
+    from deploy.scale import Wish, scale
+
+    wish = Wish(arguments.generators, arguments.learners, arguments.scorers, arguments.env_workers)
+    return scale(arguments.run, wish, arguments.show, arguments.auto, arguments.timeout)
+
+
+def _add_simulate(commands: Any) -> None:
+    sim = commands.add_parser("simulate", help="predict a cluster: how to split ranks, what elasticity buys")
+    sim.add_argument(
+        "workload", nargs="+", metavar="WORKLOAD",
+        help=f"a TOML file, or one of {', '.join(names('workloads'))}",
+    )  # fmt: skip
+    sim.add_argument("--ranks", type=int, metavar="N", help="ranks of the job (default: the workload's)")
+    sim.add_argument("--policy", nargs="+", metavar="NAME", help=f"of {', '.join(POLICIES)}")
+    sim.add_argument(
+        "--profile", metavar="NAME|FILE",
+        help=f"service times: a TOML file, or one of {', '.join(names('profiles'))}",
+    )  # fmt: skip
+    sim.add_argument("--steps", type=int, metavar="N", help="optimizer steps of a run (default 16; study 30)")
+    sim.add_argument("--seeds", type=int, metavar="N", help="runs per policy (default 3; study 5)")
+    sim.add_argument("--sweep", action="store_true", help="every split tried; vary what the answer rests on")
+    sim.add_argument("--study", action="store_true", help="all policies, ladder, leave-one-out: minutes")
+    sim.add_argument("--workers", type=int, metavar="N", help="processes (default: the cores, at most 2)")
+    sim.add_argument("--json", metavar="FILE", help="write the figures")
+    sim.add_argument("--picture", metavar="FILE", help="write a picture (PNG)")
+    sim.set_defaults(handler=_simulate)
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from deploy.simulate import simulate  # numpy, rich
+
+    return simulate(arguments)
 
 
 def _train(arguments: argparse.Namespace) -> int:

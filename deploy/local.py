@@ -5,6 +5,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import tempfile
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
@@ -95,11 +96,21 @@ def join(address: str, common: dict[str, Any]) -> None:
         raise ConfigError(f"{where}: {str(error).splitlines()[0]} ({TOKEN_REMEDY})") from error
 
 
+def place(namespace: str) -> dict[str, str]:
+    """Where the job runs, for commands that act on it later."""
+    address = ray.get_runtime_context().gcs_address
+    return {"address": address, "namespace": namespace, "host": socket.gethostname()}
+
+
+def ours(address: str) -> bool:
+    """The address is one of this machine's."""
+    return any(a.address == address for addresses in psutil.net_if_addrs().values() for a in addresses)
+
+
 def foreign_nodes(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
     """Addresses of the living nodes (as ``ray.nodes()`` tells them) that are not this machine."""
-    ours = {a.address for addresses in psutil.net_if_addrs().values() for a in addresses}
     alive = {str(node["NodeManagerAddress"]) for node in nodes if node["Alive"]}
-    return sorted(alive - ours)
+    return sorted(address for address in alive if not ours(address))
 
 
 def gpus() -> int:

@@ -9,6 +9,7 @@ from cluster.errors import ConfigError, nearest
 MAKERS = {
     "tiny": "deploy.tiny:make_tiny",
     "smollm2": "deploy.smollm2:make_smollm2",
+    "tokens": "deploy.tokens:make_tokens",
 }
 """Name -> "module:function"; resolved late because makers import torch."""
 

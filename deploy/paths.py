@@ -1,6 +1,8 @@
 """Names of files in a run folder; one place, so that nobody spells them twice."""
 
+import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -21,6 +23,7 @@ class RunFolder:
         self.record = self.path / "record"
         self.evaluations = self.path / "evaluations.jsonl"
         self.pids = self.path / "pids"
+        self.job = self.path / "job.json"  # where the running job is to be found; gone when it ends
         self.weights = Path(weights_folder) / f"springtide-{os.getpid()}-{self.run_id}"  # of this driver
 
     def make(self) -> None:
@@ -30,6 +33,14 @@ class RunFolder:
 
     def write_config(self, text: str) -> None:
         """Write the effective configuration; it appears whole, since a resume depends on it."""
-        partial = self.config.with_suffix(".partial")
+        self._write_whole(self.config, text)
+
+    def write_job(self, place: Mapping[str, str]) -> None:
+        """Say where the running job is: ``address`` and ``namespace`` in Ray, ``host`` of the driver."""
+        self._write_whole(self.job, json.dumps(dict(place), indent=2) + "\n")
+
+    @staticmethod
+    def _write_whole(path: Path, text: str) -> None:
+        partial = path.with_suffix(".partial")
         partial.write_text(text)
-        partial.replace(self.config)
+        partial.replace(path)

@@ -19,6 +19,7 @@ from cluster.errors import ConfigError, EnvFailed
 from cluster.model_folder import ids_in_use
 from cluster.stream import RedisQueue
 from envs.base import TaskSet
+from envs.inline import InlinePool, make_pool
 from envs.pool import EnvPool
 from envs.registry import build_tasks, builder
 
@@ -124,7 +125,7 @@ def rehearse(config: Config, tasks: TaskSet, harness: ChatHarness) -> None:
 
 
 async def _rehearse(config: Config, tasks: TaskSet, harness: ChatHarness) -> None:
-    pool = EnvPool(builder(config.env.name, config.env.params), config.env, size=1)
+    pool = make_pool(config, size=1)
     try:
         await pool.start()
         observation = await _first_observation(pool, tasks)
@@ -139,7 +140,7 @@ async def _rehearse(config: Config, tasks: TaskSet, harness: ChatHarness) -> Non
         )
 
 
-async def _first_observation(pool: EnvPool, tasks: TaskSet) -> str:
+async def _first_observation(pool: EnvPool | InlinePool, tasks: TaskSet) -> str:
     errors: list[EnvFailed] = []
     for index in range(TRIES):
         try:

@@ -9,9 +9,12 @@ from actors.remote import RemoteGenerator
 from cluster import codec
 from cluster.config import Config, build
 from cluster.controller import Controller
-from cluster.messages import EvalEpisode, EvalSummary, Grant, Published, Pull
+from cluster.messages import EvalEpisode, EvalSummary, Grant, Moved, Published, Pull, RankRow
 from cluster.processes import announce, sole
+from cluster.sim.library import load_profile
+from cluster.sim.profile import SwitchProfile
 from cluster.stream import RedisQueue
+from cluster.targets import switch_costs
 from cluster.trace import Trace
 from deploy.paths import RunFolder
 from deploy.telemetry import RaySink
@@ -24,14 +27,16 @@ class ControllerActor:
     """Owns version, epoch, admission and verdicts; see cluster/controller.py for the loops.
 
     A process that takes its place reads everything back from the queue in ``run``; calls that
-    arrive earlier wait for it.
+    arrive earlier wait for it. ``session`` differs for every driver: roles that another driver's actors
+    held are not taken over.
     """
 
-    def __init__(self, tree: dict[str, Any], url: str, folder: str) -> None:
+    def __init__(self, tree: dict[str, Any], url: str, folder: str, session: str = "") -> None:
         announce()
         self.config: Config = build(tree)
         self.folder = RunFolder(folder)
         self.url = url
+        self.session = session
         self._started = asyncio.Event()
         self._controller: Controller | None = None
         self._sink: RaySink | None = None
@@ -42,12 +47,12 @@ class ControllerActor:
         env = self.config.env
         tasks = build_tasks(env.name, env.params, self.config.run.seed)
         queue = RedisQueue(self.url, prefix=self.config.queue.prefix, run=self.folder.run_id)
-        names = [f"generator-{i}" for i in range(self.config.generator.replicas)]
-        ports = {name: RemoteGenerator(ray.get_actor(name)) for name in names}
         trace = Trace(self.folder.trace, "controller")
-        controller = Controller(self.config, queue, tasks.task, ports, trace)
+        controller = Controller(
+            self.config, queue, tasks.task, generator_port, trace, actor_ready, switch_priors(self.config)
+        )
         try:
-            await controller.start()
+            await controller.start(self.session)
             self._controller = controller
             self._sink = RaySink({"run": self.config.run.name})
             self._started.set()
@@ -74,6 +79,42 @@ class ControllerActor:
     async def closed(self, groups: list[str]) -> None:
         """See ``Controller.closed``."""
         await (await self._live()).closed(groups)
+
+    async def barrier(self, facts: dict[str, Any]) -> bytes:
+        """See ``Controller.barrier``; answers an encoded ``Barrier``."""
+        return codec.encode(await (await self._live()).barrier(facts))
+
+    async def moved(self, raw: bytes) -> None:
+        """See ``Controller.moved``."""
+        await (await self._live()).moved(codec.decode(raw, Moved))
+
+    async def roles(self) -> bytes:
+        """Encoded ``Roles``."""
+        return codec.encode(await (await self._live()).roles())
+
+    async def wanted(self) -> bytes:
+        """Encoded ``Wanted``."""
+        return codec.encode(await (await self._live()).wanted())
+
+    async def have(self, names: list[str], free: int | None = None) -> None:
+        """See ``Controller.have``."""
+        await (await self._live()).have(names, free)
+
+    async def located(self, nodes: dict[int, str]) -> None:
+        """See ``Controller.located``."""
+        await (await self._live()).located(nodes)
+
+    async def ranks_lost(self, ranks: list[int], node: str = "") -> None:
+        """See ``Controller.ranks_lost``."""
+        await (await self._live()).ranks_lost(ranks, node)
+
+    async def ranks_joined(self, raw: bytes) -> None:
+        """See ``Controller.ranks_joined``; a list of ``RankRow``, encoded."""
+        await (await self._live()).ranks_joined(codec.decode(raw, list[RankRow]))
+
+    async def scale(self, **counts: int | None) -> dict[str, Any]:
+        """See ``Controller.scale``. Raises ConfigError."""
+        return await (await self._live()).scale(**counts)
 
     async def step_facts(self, record: dict[str, Any]) -> dict[str, Any]:
         """See ``Controller.step_facts``."""
@@ -107,6 +148,26 @@ class ControllerActor:
         """End ``run``."""
         if self._controller is not None:
             await self._controller.stop()
+
+
+def generator_port(name: str) -> RemoteGenerator:
+    """Raises ValueError while there is no actor of that name."""
+    return RemoteGenerator(ray.get_actor(name))
+
+
+async def actor_ready(name: str) -> bool:
+    """An actor can take up its role: a generator's engine runs, a learner or scorer answers."""
+    handle = ray.get_actor(name)
+    if name.startswith("generator-"):
+        return (await RemoteGenerator(handle).health()).ready
+    return bool(await handle.ready.remote())
+
+
+def switch_priors(config: Config) -> dict[str, float]:
+    """Expected seconds of moves until some were measured: a twin's profile knows them."""
+    if not config.twin.profile:
+        return switch_costs(config, SwitchProfile())
+    return switch_costs(config, load_profile(config.twin.profile).switch, config.twin.speed)
 
 
 RemoteController = ray.remote(ControllerActor)

@@ -18,6 +18,7 @@ from cluster.metrics import read_steps
 matplotlib.use("Agg")
 
 INK, GRID = "#22303c", "#d9dee3"
+_MOVES_DRAWN = 12
 BLUE, ORANGE, GREEN, RED, GREY = "#2a6fbb", "#e08a1e", "#3a9a5b", "#c8443c", "#8a949e"
 
 
@@ -34,8 +35,11 @@ def write_report(run_folder: str | Path) -> Path:
     summary_path = folder / "summary.json"
     summary: dict[str, Any] = json.loads(summary_path.read_text()) if summary_path.exists() else {}
 
-    figure = Figure(figsize=(13.5, 7.6), dpi=110, facecolor="white", layout="constrained")
-    axes = figure.subplots(2, 3)
+    moves = summary.get("moves") or []
+    moved = bool(moves) or len({tuple(sorted((s.get("ranks") or {}).items())) for s in steps}) > 1
+    height = 11.0 if moved else 7.6  # a third row of pictures
+    figure = Figure(figsize=(13.5, height), dpi=110, facecolor="white", layout="constrained")
+    axes = figure.subplots(3 if moved else 2, 3)
     figure.suptitle(_title(folder, steps, summary), fontsize=13, color=INK, x=0.01, ha="left", weight="bold")
     draw_reward(axes[0][0], steps, records)
     draw_throughput(axes[0][1], steps)
@@ -43,6 +47,10 @@ def write_report(run_folder: str | Path) -> Path:
     draw_waits(axes[1][0], steps)
     draw_learning(axes[1][1], steps)
     draw_ledger(axes[1][2], summary.get("ledger") or steps[-1].get("ledger") or {})
+    if moved:
+        draw_ranks(axes[2][0], steps)
+        draw_switches(axes[2][1], moves)
+        draw_savings(axes[2][2], moves)
     path = folder / "report.png"
     figure.savefig(path)
     return path
@@ -170,6 +178,59 @@ def draw_ledger(axes: Axes, ledger: Mapping[str, Any]) -> None:
     axes.bar_label(bars, fontsize=8, color=INK, padding=3)
     axes.margins(x=0.15)
     axes.set_title(f"Ledger ({int(ledger.get('admitted') or 0):,} trajectories admitted)", **_TITLE)
+
+
+def draw_ranks(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
+    """Ranks by role, on top of each other."""
+    _style(axes, "Ranks by role", "optimizer step")
+    x = [record["step"] for record in steps]
+    colors = {"generator": BLUE, "learner": GREEN, "scorer": ORANGE, "spare": GREY}
+    below = [0.0] * len(x)
+    for role, color in colors.items():
+        counts = [float((record.get("ranks") or {}).get(role, 0)) for record in steps]
+        if any(counts):
+            axes.bar(x, counts, width=1.0, bottom=below, color=color, label=role, linewidth=0)
+            below = [low + count for low, count in zip(below, counts, strict=True)]
+    _legend(axes)
+
+
+def draw_switches(axes: Axes, moves: Sequence[Mapping[str, Any]]) -> None:
+    """What each move took, by part, beside what it was expected to take."""
+    _style(axes, "Moves: seconds by part (line: expected)", "")
+    made = [move for move in moves if move["seconds"] is not None][-_MOVES_DRAWN:]
+    if not made:
+        _empty(axes, "no move was made")
+        return
+    names = sorted({name for move in made for name in move["parts"]})
+    colors = dict(zip(names, (BLUE, ORANGE, GREEN, RED, INK) * len(names), strict=False))
+    for row, move in enumerate(made):
+        left = 0.0
+        for name, seconds in move["parts"].items():
+            axes.barh(row, seconds, left=left, color=colors[name], height=0.6)
+            left += seconds
+        axes.barh(row, max(0.0, move["seconds"] - left), left=left, color=GREY, height=0.6)
+        axes.plot([move["cost_s"]] * 2, [row - 0.4, row + 0.4], color=INK, linewidth=1.5)
+    axes.set_yticks(range(len(made)), [f"{move['move']}: {move['kind']}" for move in made])
+    for name, color in colors.items():
+        axes.barh(0, 0, color=color, label=name)
+    axes.barh(0, 0, color=GREY, label="rest")
+    axes.legend(frameon=False, fontsize=7, loc="best")
+
+
+def draw_savings(axes: Axes, moves: Sequence[Mapping[str, Any]]) -> None:
+    """Predicted against realised saving per step."""
+    _style(axes, "Moves: saving per step (seconds)", "")
+    told = [move for move in moves if move["predicted_s"]][-_MOVES_DRAWN:]
+    if not told:
+        _empty(axes, "no saving was predicted")
+        return
+    rows = range(len(told))
+    predicted = [move["predicted_s"] for move in told]
+    realised = [math.nan if move["realised_s"] is None else move["realised_s"] for move in told]
+    axes.barh([row + 0.2 for row in rows], predicted, height=0.36, color=GREY, label="predicted")
+    axes.barh([row - 0.2 for row in rows], realised, height=0.36, color=BLUE, label="realised")
+    axes.set_yticks(rows, [f"{move['move']}: {move['kind']}" for move in told])
+    _legend(axes)
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:

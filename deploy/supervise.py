@@ -15,6 +15,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from cluster.errors import ConfigError, SpringtideError, TooManyFailures
+from cluster.processes import REPLACED
 
 CALM_S = 60.0
 """An actor that ran this long is healthy again: its restart count starts anew."""
@@ -23,6 +24,8 @@ SETTLED_S = 5.0
 """A ``run`` that raises before this on its first start is a start-up error: the job ends at once."""
 
 BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
+
+REPLACED_PAUSE_S = 0.5
 
 RETURN_S = 300.0
 """How long Ray may take to start a dead actor's next process."""
@@ -44,13 +47,46 @@ class Supervisor:
         self.max_restarts = max_restarts
         self.restarts: dict[str, int] = {}
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._retired: set[str] = set()  # told to end: their run may return
+        self._late: set[str] = set()  # made while the job ran: the job can do without them
         self._stopping = False
         self._ran: set[str] = set()
 
-    def watch(self, name: str, handle: Any, *arguments: Any) -> None:
-        """Call ``handle.run(*arguments)`` now and again after each death."""
-        self._tasks.append(asyncio.create_task(self._watch(name, handle, arguments), name=name))
+    def watch(self, name: str, handle: Any, *arguments: Any, late: bool = False) -> None:
+        """Call ``handle.run(*arguments)`` now and again after each death.
+
+        A ``late`` component, made while the job runs, is tried again as long as it is watched: one that
+        never gets ready is for the controller to see, who undoes the move it was made for.
+        """
+        self._retired.discard(name)
+        if late:
+            self._late.add(name)
+        self._tasks[name] = asyncio.create_task(self._watch(name, handle, arguments), name=name)
+
+    def forget(self, name: str) -> None:
+        """Watch this one no more: its node is gone, or it is about to be ended."""
+        task = self._tasks.pop(name, None)
+        if task is not None:
+            task.cancel()
+        self._ran.discard(name)
+        self._late.discard(name)
+
+    async def retire(self, name: str, stop: Callable[[], Any], deadline_s: float) -> bool:
+        """Tell a component to end and wait for its run to return; False if it did not in time."""
+        task = self._tasks.get(name)
+        if task is None:
+            return True
+        self._retired.add(name)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await stop()
+                await asyncio.wait({task})
+                return True
+        except (TimeoutError, RayActorError, RayTaskError):
+            return False
+        finally:
+            self.forget(name)
 
     def adopt(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         """Run a watcher of another kind; if it raises, the job fails with its cause."""
@@ -61,21 +97,21 @@ class Supervisor:
             except Exception as error:
                 self._fail(name, str(error))
 
-        self._tasks.append(asyncio.create_task(guarded(), name=name))
+        self._tasks[name] = asyncio.create_task(guarded(), name=name)
 
     def run_to_end(self, name: str, handle: Any) -> asyncio.Future[Any]:
         """Like ``watch`` for an actor whose ``run`` has an end: the future holds its result."""
         result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         watcher = self._watch(name, handle, (), result)
-        self._tasks.append(asyncio.create_task(watcher, name=name))
+        self._tasks[name] = asyncio.create_task(watcher, name=name)
         return result
 
     async def stop(self) -> None:
         """Stop watching; actors may end from now on."""
         self._stopping = True
-        for task in self._tasks:
+        for task in self._tasks.values():
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         if not self.failed.done():
             self.failed.cancel()
 
@@ -95,22 +131,31 @@ class Supervisor:
                 value = await handle.run.remote(*arguments)
                 if result is not None and not result.done():
                     result.set_result(value)
-                if self._stopping or result is not None:
+                if self._stopping or result is not None or name in self._retired:
                     return
+                if value == REPLACED:
+                    await asyncio.sleep(REPLACED_PAUSE_S)
+                    if not await returned(handle):
+                        self._fail(name, f"no new process within {RETURN_S:.0f} s; it was being replaced")
+                        return
+                    continue
                 cause = "its run ended although the job goes on"
             except RayTaskError as error:
                 cause = f"{type(error.cause).__name__}: {error.cause}" if error.cause else str(error)
-                if first or isinstance(error.cause, (ConfigError, TooManyFailures)):
+                begins = first and name not in self._late
+                if begins or isinstance(error.cause, (ConfigError, TooManyFailures)):
                     self._fail(name, cause, getattr(error.cause, "boundary", ""))
                     return
             except RayActorError as error:
                 cause = str(error).splitlines()[0] if str(error) else type(error).__name__
             finally:
                 settled.cancel()
+            if name in self._retired:
+                return  # it died of being told to end
             in_a_row = 1 if time.monotonic() - begun > CALM_S else in_a_row + 1
             self.restarts[name] = self.restarts.get(name, 0) + 1
             self.on_event("component_died", {"component": name, "cause": cause, "in_a_row": in_a_row})
-            if in_a_row > self.max_restarts:
+            if in_a_row > self.max_restarts and name not in self._late:
                 self._fail(name, f"died {in_a_row} times in a row; last: {cause}")
                 return
             await asyncio.sleep(BACKOFF_S[min(in_a_row, len(BACKOFF_S)) - 1])

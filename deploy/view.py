@@ -17,8 +17,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from cluster.config import Config
+from deploy.moves import roles_line
+
 LINE_EVERY_S = 10.0
 _BARS = "▁▂▃▄▅▆▇█"
+MOVES_SHOWN = 3
 _HISTORY = 60  # steps kept for the reward curve
 
 
@@ -30,6 +34,7 @@ class View:
     ``goodput_tok_s``, ``sampled_tok_s``, ``overlap_fraction``; ``lag_mean``, ``lag_max``, ``max_lag``;
     ``ready_depth``, ``running_groups``, ``wait_rwt_s``, ``wait_twt_s``; ``mismatch_max_log_ratio``;
     ``ledger`` (the fields of ``cluster.types.Ledger``); ``ranks`` (name -> state, "ok" when healthy);
+    ``roles`` (one line: ranks by role, the move under way, the target); ``moves`` (the last, a line each);
     ``note`` (one line, such as the last failure survived); ``dashboard`` (a URL).
     """
 
@@ -133,6 +138,8 @@ class View:
                 parts.append(f"{label} {number(state[name])}")
         if isinstance(state.get("ledger"), Mapping):
             parts.append(ledger_line(state["ledger"]))
+        if state.get("roles"):
+            parts.append(f"ranks {state['roles']}")
         ill = [f"{name} {word}" for name, word in self._ranks().items() if word != "ok"]
         return " | ".join([*parts, *ill])
 
@@ -175,6 +182,9 @@ class View:
             ranks.append(f"{name}{'' if word == 'ok' else ' ' + word}   ")
         if ranks:
             lines.append(ranks)
+        if state.get("roles"):
+            lines.append(Text(f"ranks  {state['roles']}"))
+        lines += [Text(f"  {line}", style="dim") for line in state.get("moves") or ()]
         for key in ("note", "dashboard"):
             if state.get(key):
                 lines.append(Text(str(state[key]), style="dim"))
@@ -189,6 +199,45 @@ class View:
     def _ranks(self) -> dict[str, str]:
         ranks = self._state.get("ranks")
         return {str(name): str(word) for name, word in ranks.items()} if isinstance(ranks, Mapping) else {}
+
+
+def view_status(status: dict[str, Any], config: Config) -> dict[str, Any]:
+    """The controller's status in this view's words."""
+    step = dict(status["step"])
+    rewards = step.pop("reward", None)
+    shown = {
+        name: step[name]
+        for name in ("step", "reward_std", "success", "loss", "grad_norm", "entropy", "lag_mean",
+                     "lag_max", "wait_rwt_s", "wait_twt_s", "goodput_tok_s", "overlap_fraction",
+                     "sampled_tok_s")
+        if name in step
+    }  # fmt: skip
+    if isinstance(rewards, dict):
+        shown["reward"] = rewards.get("outcome", 0.0)
+    ranks = {name: "ok" if healthy else "starting" for name, (healthy, _, _) in status["generators"].items()}
+    moves = [switch_line(record) for record in status["roles"]["switches"][-MOVES_SHOWN:]]
+    return shown | {
+        "version": status["version"],
+        "max_lag": config.run.max_lag,
+        "ready_depth": status["ready_depth"],
+        "running_groups": status["open_groups"],
+        "ledger": status["ledger"],
+        "ranks": ranks,
+        "roles": roles_line(status["roles"]),
+        "moves": moves,
+    }
+
+
+def switch_line(record: Mapping[str, Any]) -> str:
+    """One record of the switch ledger: ``step 12 generator>learner done, 4.2 s (expected 6.0), saves ...``"""
+    text = f"step {record['step']} {record['move']} {record['state']}"
+    if record["cost_s"] is not None:
+        text += f", {record['cost_s']:.1f} s (expected {record['cost_predicted_s']:.1f})"
+    if record["predicted_s"]:
+        realised = record["realised_s"]
+        text += f", saves {'?' if realised is None else f'{realised:.2f}'} s a step "
+        text += f"(expected {record['predicted_s']:.2f})"
+    return text
 
 
 def number(value: Any) -> str:

@@ -51,6 +51,12 @@ class Env:
         """Apply the parsed actions of one turn."""
         raise NotImplementedError
 
+    def pause(self) -> None:
+        """The next step may be long in coming: stop your own clocks. Called if "pause" is a capability."""
+
+    def resume(self) -> None:
+        """The clocks go on, for the next step comes now. Called after ``pause``, if it was called."""
+
     def close(self) -> None:
         """Free what the environment holds; called on every exit path."""
 

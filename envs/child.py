@@ -51,7 +51,7 @@ class Control(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True):
-    """A request to an environment process: probe, start, step or close."""
+    """A request to an environment process: probe, start, step, pause, resume or close."""
 
     op: str
     task: Task | None = None
@@ -60,12 +60,16 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """Its answer: ``error`` is set when the environment failed; ``cut`` counts characters removed."""
+    """Its answer: ``error`` is set when the environment failed; ``cut`` counts characters removed.
+
+    ``pauses`` (to start): the environment has the capability "pause".
+    """
 
     error: str = ""
     text: str = ""
     result: StepResult | None = None
     cut: int = 0
+    pauses: bool = False
 
 
 def cut_text(text: str, limit: int) -> tuple[str, int]:
@@ -166,6 +170,11 @@ class Server:
                 raise RuntimeError("step before start")
             result, cut = checked(self._env.step(ask.actions), self._limits.output)
             return Answer(result=result, cut=cut)
+        if ask.op in ("pause", "resume"):
+            if self._env is None:
+                raise RuntimeError(f"{ask.op} before start")
+            (self._env.pause if ask.op == "pause" else self._env.resume)()
+            return Answer()
         self.close()
         if ask.op == "close":
             _end_stragglers()
@@ -182,7 +191,7 @@ class Server:
         if not isinstance(first, str):
             raise ValueError(f"start returned {type(first).__name__}, not str")
         text, cut = cut_text(first, self._limits.output)
-        return Answer(text=text, cut=cut)
+        return Answer(text=text, cut=cut, pauses="pause" in env.capabilities)
 
     def _read(self) -> bytes | None:
         buffer = self._buffer

@@ -53,6 +53,7 @@ class PoolStats(msgspec.Struct, frozen=True):
     cut: int  # observations shortened to env.output_limit
     steps: int
     step_s: float
+    pauses: int = 0
 
 
 class EnvHandle:
@@ -63,6 +64,7 @@ class EnvHandle:
         self.failed = False
         self._pool, self._process, self._zygote = pool, process, zygote
         self._released = False
+        self._pauses = self._paused = False
 
     async def start(self, task: Task, seed: int) -> str:
         """Make the environment and begin the episode; returns the first observation.
@@ -71,6 +73,7 @@ class EnvHandle:
         """
         answer = await self._ask(Ask("start", task, seed), self._pool.config.start_timeout_s)
         self._pool.started(True)
+        self._pauses = answer.pauses
         return answer.text
 
     async def step(self, actions: list[str]) -> StepResult:
@@ -88,6 +91,23 @@ class EnvHandle:
             raise EnvFailed("step answered without a valid result")
         self._pool.stepped(time.perf_counter() - begin)
         return result
+
+    async def pause(self) -> None:
+        """The trajectory waits for its turn: the environment may stop its clocks.
+
+        Nothing if it cannot, or is paused. Raises EnvTimeout after ``env.step_timeout_s``, EnvFailed on
+        any other failure.
+        """
+        if self._pauses and not self._paused:
+            self._paused = True
+            await self._ask(Ask("pause"), self._pool.config.step_timeout_s)
+            self._pool.paused()
+
+    async def resume(self) -> None:
+        """The next step comes: its clocks go on. Nothing if it is not paused. Raises as ``pause``."""
+        if self._paused:
+            self._paused = False
+            await self._ask(Ask("resume"), self._pool.config.step_timeout_s)
 
     async def release(self) -> None:
         """Close the environment and give the process back. Harmless when repeated."""
@@ -147,6 +167,7 @@ class EnvPool:
         self._last_failure = (0.0, "")
         self._in_use = self._spawned = self._ended = self._launches = 0
         self._failures = self._timeouts = self._cut = self._steps = 0
+        self._pauses = 0
         self._step_s = 0.0
 
     async def start(self) -> None:
@@ -213,6 +234,7 @@ class EnvPool:
             cut=self._cut,
             steps=self._steps,
             step_s=self._step_s,
+            pauses=self._pauses,
         )
 
     async def take_back(self, process: Process, zygote: ZygoteClient, failed: bool) -> None:
@@ -244,6 +266,10 @@ class EnvPool:
         """Used by the handle: count a step."""
         self._steps += 1
         self._step_s += seconds
+
+    def paused(self) -> None:
+        """Used by the handle: count a pause."""
+        self._pauses += 1
 
     def shortened(self) -> None:
         """Used by the handle: count an observation that was cut."""

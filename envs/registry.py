@@ -19,6 +19,7 @@ ENVIRONMENTS: dict[str, tuple[str, str]] = {
     "coin": ("envs.coin:Coin", "envs.coin:CoinTasks"),
     "factbook": ("envs.factbook:Factbook", "envs.factbook:FactbookTasks"),
     "frozenlake": ("envs.frozenlake:FrozenLake", "envs.frozenlake:FrozenLakeTasks"),
+    "load": ("envs.load:Load", "envs.load:LoadTasks"),
 }
 
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.pipeline import order
 from cluster.types import Call, Group, Trajectory, floats, full_ids, ids
 
 Ints = NDArray[np.int32]
@@ -90,13 +91,16 @@ class RankBatch:
     sample: Ints
     micro_rows: int
     global_tokens: int  # trained tokens of all ranks
+    splits: tuple[int, ...] = ()  # ends of the micro-batches in rows; (): every ``micro_rows``
 
     @property
     def rows(self) -> int:
         return int(self.ids.shape[0])
 
     def micro_batches(self) -> list[slice]:
-        """Row slices, one per forward and backward pass."""
+        """Row slices, one per forward and backward pass; as many on every rank."""
+        if self.splits:
+            return [slice(a, b) for a, b in zip((0, *self.splits), self.splits, strict=False)]
         return [slice(i, min(i + self.micro_rows, self.rows)) for i in range(0, self.rows, self.micro_rows)]
 
 
@@ -236,12 +240,14 @@ def pack(
     micro_rows: int,
     reduction: Reduction = "token_mean",
     constant: float = 1.0,
+    scoring: str = "",
 ) -> BatchPlan:
     """Pack samples into rows of at most ``row_tokens`` tokens and share the rows among ranks.
 
     ``coefficients`` are advantages per token ``[T]``, one array per sample. Rows are filled
     first-fit by decreasing length and dealt to the rank with the least work; both are
-    deterministic in the order of ``samples``. A rank with fewer rows gets padding rows of weight
+    deterministic in the order of ``samples``. With ``scoring`` (decoupled or colocated) the rows are dealt to
+    micro-batches as ``cluster.pipeline.order`` says. A rank with fewer rows gets padding rows of weight
     zero. Raises ValueError for a sample longer than ``row_tokens`` or arrays that do not align.
     """
     if len(coefficients) != len(samples):
@@ -257,7 +263,12 @@ def pack(
                 f"sample of {sample.trajectory} has {len(sample.ids)} tokens, {len(values)} coefficients"
             )
     lengths = [len(sample.ids) for sample in samples]
-    shares = _deal(_fill(lengths, row_tokens, ranks), lengths, ranks)
+    filled = _fill(lengths, row_tokens, ranks)
+    splits: tuple[int, ...] = ()
+    if scoring and filled:
+        shares, splits = _deal_ordered(filled, lengths, ranks, row_tokens, micro_rows, scoring)
+    else:
+        shares = _deal(filled, lengths, ranks)
     rows = max(1, *(len(share) for share in shares))
     width = max([sum(lengths[i] for i in row) for share in shares for row in share], default=1)
     weights = loss_weights(samples, reduction, constant)
@@ -267,6 +278,7 @@ def pack(
             rank=rank,
             micro_rows=micro_rows,
             global_tokens=trained,
+            splits=splits,
             **_arrays(share, rows, width, samples, coefficients, weights),
         )
         for rank, share in enumerate(shares)
@@ -305,6 +317,21 @@ def _deal(rows: list[list[int]], lengths: Sequence[int], ranks: int) -> list[lis
         shares[rank].append(rows[row])
         load[rank] += size[row]
     return shares
+
+
+def _deal_ordered(
+    rows: list[list[int]], lengths: Sequence[int], ranks: int, row_tokens: int, micro_rows: int, scoring: str
+) -> tuple[list[list[list[int]]], tuple[int, ...]]:
+    """Rows per rank, micro-batch after micro-batch (equally many on every rank), and where each ends."""
+    sizes = [sum(lengths[i] for i in row) for row in rows]
+    shares: list[list[list[int]]] = [[] for _ in range(ranks)]
+    splits = []
+    for micro in order(sizes, row_tokens * micro_rows, scoring, ranks, micro_rows):
+        deep = max(len(part) for part in micro)
+        for rank, part in enumerate(micro):
+            shares[rank] += [rows[row] for row in part] + [[]] * (deep - len(part))
+        splits.append(len(shares[0]))
+    return shares, tuple(splits)
 
 
 def _arrays(

@@ -79,7 +79,7 @@ def save_checkpoint(
             (part / "rng").mkdir(parents=True)
         dist.barrier()
         save_tensors(state, checkpoint_id=part / "state")
-        (part / "rng" / f"rank-{place.rank}.msgpack").write_bytes(_random_state())
+        (part / "rng" / f"rank-{place.rank}.msgpack").write_bytes(random_state())
         if source is not None:
             export_hf(model, part / "hf", source, torch.float32, chief)
         dist.barrier()
@@ -123,7 +123,7 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
         raise CheckpointDamaged(f"reading {folder} failed: {error}") from error
     own = folder / "rng" / f"rank-{place.rank}.msgpack"
     if own.exists():
-        _restore_random_state(own.read_bytes())
+        restore_random_state(own.read_bytes())
     return meta
 
 
@@ -177,7 +177,8 @@ def _prune(root: Path, newest: int, keep: int) -> None:
         shutil.rmtree(rest)
 
 
-def _random_state() -> bytes:
+def random_state() -> bytes:
+    """State of every random generator of this process (python, numpy, torch, CUDA)."""
     kind, words, position, has_gauss, gauss = np.random.get_state(legacy=True)
     state = {
         "python": random.getstate(),
@@ -188,7 +189,8 @@ def _random_state() -> bytes:
     return msgspec.msgpack.encode(state)
 
 
-def _restore_random_state(raw: bytes) -> None:
+def restore_random_state(raw: bytes) -> None:
+    """Go on where ``random_state`` was taken."""
     state = msgspec.msgpack.decode(raw)
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))

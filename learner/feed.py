@@ -2,10 +2,13 @@
 
 A background task claims and loads groups as they become ready, so that reading overlaps the
 learner's step. ``form`` waits for enough of them, checks each group's lag *now* (time in the
-queue counts), drops the stale ones whole, and takes the oldest first.
+queue counts), drops the stale ones whole, and takes the oldest first. Enough is ``run.groups_per_step``, or
+as few as the controller allows when waiting for more would train fewer groups a second
+(``cluster.pipeline.batch_range``).
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,11 +16,14 @@ from typing import Any
 
 from cluster.config import Config
 from cluster.errors import StaleBatch
+from cluster.pipeline import batch_range
 from cluster.ports import Queue
 from cluster.staleness import lag
 from cluster.types import Group, StepRecord
 
 CLAIM_WAIT_S = 0.25
+GAP_WEIGHT = 0.2
+"""Of the newest gap between groups in the running mean: five gaps carry two thirds."""
 STOP_S = 5.0
 
 
@@ -27,16 +33,32 @@ class Batch:
 
     record: StepRecord
     groups: tuple[Group, ...]
-    waited_s: float  # from the call to ``form`` to enough groups: the learner's wait for data
-    ready_at_start: int  # groups that were ready when the wait began
-    mean_gap_s: float  # mean arrival gap of the later ones (0 if none)
-    head_age_s: float
+    waited_s: float = 0.0  # from the call to ``form`` to enough groups: the learner's wait for data
+    head_age_s: float = 0.0
+    micro_batches: int = 1  # full ones that the batch makes, rounded up
+    ras: int = 1  # of which were ready when the wait began
+    tprm_s: float = 0.0  # mean arrival gap of the later ones (0 if none)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast the learner is, to weigh waiting against starting: see ``batch_range``."""
+
+    train_s_per_group: float = 0.0
+    fixed_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class _Ready:
     group: Group
     arrived: float
+
+
+def _nothing(group: Group) -> None:
+    """Nobody wants to know of a group that arrives."""
+
+
+NO_PACE = Pace()
 
 
 class Feed:
@@ -49,8 +71,10 @@ class Feed:
         consumer: str,
         on_dropped: Callable[[list[str]], Any],
         trace: Callable[[str, dict[str, Any]], None],
+        on_ready: Callable[[Group], None] = _nothing,
     ) -> None:
         self.config = config
+        self.on_ready = on_ready
         self.queue = queue
         self.consumer = consumer
         self.on_dropped = on_dropped
@@ -60,6 +84,8 @@ class Feed:
         self._task: asyncio.Task[None] | None = None
         self._taken: set[str] = set()
         self._stopping = False
+        self._last = time.monotonic()  # when the newest groups arrived
+        self._gap = 0.0  # mean seconds between groups; 0 before the first
 
     async def start(self, planned: set[str]) -> None:
         """Take over what an earlier feeder had claimed (but not ``planned`` groups); begin."""
@@ -95,55 +121,86 @@ class Feed:
             return
         self._taken.update(fresh)
         now = time.monotonic()
+        self._pace(now, len(fresh))
         for group in await self.queue.load(fresh):
             self._ready.append(_Ready(group, now))
             self.trace("claimed", {"group": group.id, "oldest": group.oldest})
+            self.on_ready(group)
         self._arrived.set()
 
-    async def form(self, version: int) -> Batch:
+    def _pace(self, now: float, count: int) -> None:
+        gap = (now - self._last) / count
+        self._gap += GAP_WEIGHT * (gap - self._gap) if self._gap else gap
+        self._last = now
+
+    async def form(self, version: int, least: int = 0, pace: Pace = NO_PACE) -> Batch:
         """Wait for a batch to train at ``version``; never returns a group beyond the bound.
 
-        Raises TimeoutError when no batch forms within ``run.deadline_s``, and whatever ended
-        the background task.
+        ``least`` (0: groups_per_step) groups may be enough. Raises TimeoutError when no batch forms
+        within ``run.deadline_s``, and whatever ended the background task.
         """
         size = self.config.run.groups_per_step
+        least = min(least, size) if least > 0 else size
         begun = time.monotonic()
         await self._drop_stale(version)
-        at_start = len(self._ready)
-        while len(self._ready) < size:
-            await self._wait_for_arrival(begun + self.config.run.deadline_s)
+        while not self._enough(least, size, pace):
+            await self._wait_for_arrival(begun + self.config.run.deadline_s, len(self._ready) >= least)
             await self._drop_stale(version)
         now = time.monotonic()
         self._ready.sort(key=lambda ready: (ready.group.oldest, ready.group.id))
         chosen, self._ready = self._ready[:size], self._ready[size:]
-        later = [r.arrived for r in chosen if r.arrived > begun]
-        gap = (max(later) - begun) / len(later) if later else 0.0
         groups = tuple(ready.group for ready in chosen)
+        micro, ras, gap = self._readiness(chosen, begun)
         return Batch(
             record=step_record(version, groups, self.config.run.max_lag),
             groups=groups,
             waited_s=now - begun,
-            ready_at_start=min(at_start, size),
-            mean_gap_s=gap,
             head_age_s=now - min(r.arrived for r in chosen),
+            micro_batches=micro,
+            ras=ras,
+            tprm_s=gap,
         )
+
+    def _enough(self, least: int, size: int, pace: Pace) -> bool:
+        """There are enough groups to start with."""
+        ready = len(self._ready)
+        if ready >= size or ready < least:
+            return ready >= size
+        gap = max(self._gap, time.monotonic() - self._last)  # silence is a gap that has not ended yet
+        return ready >= batch_range(0, gap, pace.train_s_per_group, least, size, pace.fixed_s)
+
+    def _readiness(self, chosen: list[_Ready], begun: float) -> tuple[int, int, float]:
+        """(micro-batches, ready at the start, mean gap of the later ones), by tokens."""
+        learner = self.config.learner
+        full = learner.row_tokens * learner.micro_rows
+        sizes = [tokens_of(ready.group) for ready in chosen]
+        micro = max(1, math.ceil(sum(sizes) / full))
+        late = [ready.arrived for ready in chosen if ready.arrived > begun]
+        if not late:
+            return micro, micro, 0.0
+        early = sum(n for n, ready in zip(sizes, chosen, strict=True) if ready.arrived <= begun)
+        ras = min(micro - 1, early // full)
+        return micro, ras, (max(late) - begun) / (micro - ras)
 
     def depth(self) -> int:
         """Groups claimed and waiting here."""
         return len(self._ready)
 
-    async def _wait_for_arrival(self, deadline: float) -> None:
+    async def _wait_for_arrival(self, deadline: float, may_start: bool) -> None:
+        """Until a group arrives; if a batch could start with what is there, look again soon."""
         assert self._task is not None
         self._arrived.clear()
         arrival = asyncio.ensure_future(self._arrived.wait())
         left = deadline - time.monotonic()
         done, _ = await asyncio.wait(
-            {arrival, self._task}, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED
+            {arrival, self._task},
+            timeout=min(max(0.0, left), CLAIM_WAIT_S if may_start else math.inf),
+            return_when=asyncio.FIRST_COMPLETED,
         )
         arrival.cancel()
         if self._task in done:
             self._task.result()
-        if not done:
+        if not done and time.monotonic() >= deadline:
             raise TimeoutError(
                 f"no batch within run.deadline_s = {self.config.run.deadline_s:.0f} s: "
                 f"{len(self._ready)} of {self.config.run.groups_per_step} groups ready"
@@ -172,3 +229,9 @@ def step_record(version: int, groups: tuple[Group, ...], bound: int) -> StepReco
         trajectories=tuple(member.id for group in groups for member in group.members),
         lags=lags,
     )
+
+
+def tokens_of(group: Group) -> int:
+    """Tokens of a group's rows (a context that was cut is counted once)."""
+    calls = (call for member in group.members for turn in member.turns for call in turn.calls)
+    return sum(len(call.added) + len(call.output) for call in calls) // 4

@@ -18,10 +18,14 @@ class Formed:
     plan: BatchPlan
     metrics: dict[str, Any]
     versions_mixed: int  # trajectories whose tokens come from more than one version
+    samples: tuple[Sample, ...] = ()
 
 
-def build(groups: Sequence[Group], config: Config, ranks: int) -> Formed:
+def build(groups: Sequence[Group], config: Config, ranks: int, scoring: str = "") -> Formed:
     """Compile, credit and pack whole groups, in order; the same input gives the same batch.
+
+    ``scoring`` (decoupled, colocated, or "" without a scorer) decides the order of micro-batches, which
+    changes sums only by rounding.
 
     Raises ValueError when a sample is longer than ``learner.row_tokens``.
     """
@@ -36,9 +40,10 @@ def build(groups: Sequence[Group], config: Config, ranks: int) -> Formed:
         micro_rows=config.learner.micro_rows,
         reduction=config.objective.reduction,
         constant=config.objective.constant,
+        scoring=scoring,
     )
     mixed = sum(m.versions[0] != m.versions[1] for group in groups for m in group.members)
-    return Formed(plan, {**_episode_metrics(groups, credited)}, mixed)
+    return Formed(plan, {**_episode_metrics(groups, credited)}, mixed, tuple(samples))
 
 
 def _episode_metrics(groups: Sequence[Group], credited: Sequence[GroupCredit]) -> dict[str, Any]:

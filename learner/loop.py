@@ -3,77 +3,45 @@
 ::
 
     form (waits for ready groups) -> plan (step log) -> ranks step -> commit (one atomic move)
-         -> publish weights -> tell the controller -> checkpoint now and then -> release payloads
+         -> barrier (roles change here, if at all) -> publish weights -> tell the controller
+         -> checkpoint now and then -> release payloads
 
 A step is logged before the update and committed after all ranks have reported, so whatever dies in
-between is repaired by doing the logged step again: a rank that has applied it already answers
-from memory, a rebuilt learner group starts at the newest valid checkpoint and re-executes the
-log from there. Payloads are released only up to the checkpoint *before* the newest one, so that
-a damaged newest checkpoint costs time and nothing else.
+between is repaired by doing the logged step again (learner/keeper.py): a rank that has applied it
+already answers from memory, a rebuilt learner group starts at the newest valid checkpoint and
+re-executes the log from there. Payloads are released only up to the checkpoint *before* the newest
+one, so that a damaged newest checkpoint costs time and nothing else.
 """
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any
 
 from cluster.config import Config
-from cluster.errors import CheckpointDamaged, LearnerLost
-from cluster.messages import Published
+from cluster.errors import LearnerLost
+from cluster.messages import Barrier, Move, Moved, Published, Roles
 from cluster.ports import Queue
-from cluster.types import Group, StepRecord
 from learner.feed import Batch, Feed
-from learner.form import Formed, build
-from learner.group import LearnerGroup
-
-MAX_REBUILDS_IN_A_ROW = 5
-T = TypeVar("T")
-
-
-class ControllerPort(Protocol):
-    """What the loop tells and asks the controller."""
-
-    async def publish(self, published: Published) -> None:
-        """New weights exist."""
-
-    async def closed(self, groups: list[str]) -> None:
-        """These groups ended without training."""
-
-    async def step_facts(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Hand over the step's record; get the rollout side's facts of the step."""
-
-
-class Effects(Protocol):
-    """Where batches, signals and records go; Ray and files live behind it."""
-
-    def share(self, formed: Formed) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Per rank: the batch (by reference) and the late signal (a reference, or None)."""
-
-    def checkpoint(self) -> tuple[str, int]:
-        """Newest valid checkpoint folder and its step; ("", 0) for the initial weights."""
-
-    def covered(self) -> int:
-        """Step up to which payloads may be released: the oldest kept valid checkpoint's."""
-
-    def recorded(self, record: StepRecord, groups: Sequence[Group], metrics: dict[str, Any]) -> None:
-        """Keep what a replay needs, if the run is recorded."""
-
-    def measured(self, step: int, metrics: dict[str, Any], facts: dict[str, Any]) -> None:
-        """Write the step's metrics."""
-
-    def trace(self, event: str, fields: dict[str, Any]) -> None:
-        """One line of the event trace."""
+from learner.form import Formed
+from learner.group import LearnerGroup, RankPort
+from learner.keeper import Keeper
+from learner.pace import StepFacts, holders
+from learner.ports import ControllerPort, Effects
+from learner.scoring import Scoring
+from learner.state import Resized
 
 
 @dataclass
 class _Timing:
-    waited_s: float
     step_s: float
+    barrier_s: float
     publish_s: float
 
 
 class TrainLoop:
-    """Owns the order of things in a step and the repair of a broken one."""
+    """Owns the order of things in a step, at the barrier after it, and at a restart."""
 
     def __init__(
         self,
@@ -83,6 +51,8 @@ class TrainLoop:
         group: LearnerGroup,
         controller: ControllerPort,
         effects: Effects,
+        scoring: Scoring,
+        port_of: Callable[[int], RankPort],
     ) -> None:
         self.config = config
         self.queue = queue
@@ -90,8 +60,11 @@ class TrainLoop:
         self.group = group
         self.controller = controller
         self.effects = effects
+        self.scoring = scoring
+        self.keeper = Keeper(config, queue, group, controller, effects, scoring, port_of)
         self.version = 0
-        self._rebuilds = 0
+        self.facts = StepFacts(config)
+        self._least = 0  # groups that the next batch needs; 0: run.groups_per_step
 
     async def run(self) -> int:
         """Train until ``run.steps`` versions are committed; returns the version."""
@@ -100,7 +73,7 @@ class TrainLoop:
             if planned is not None:
                 batch, planned = planned, None
             else:
-                batch = await self.feed.form(self.version)
+                batch = await self.feed.form(self.version, self._least, self.facts.pace())
                 await self.queue.plan(batch.record)
             await self._train(batch)
         return self.version
@@ -111,10 +84,8 @@ class TrainLoop:
         record = batch.record
         self.effects.trace("train", {"step": record.step, "groups": list(record.groups)})
         begun = time.monotonic()
-        formed = build(batch.groups, self.config, len(self.group.ranks))
-        batches, signals = self.effects.share(formed)
-        metrics = await self._sturdy(
-            lambda: self.group.step(batches, signals, record.step), record.step - 1
+        formed, metrics = await self.keeper.sturdy(
+            partial(self.keeper.train, batch.groups, record.step), record.step - 1
         )
         trained = time.monotonic()
         # Before the commit: a committed step is never made again, so its record could not be either.
@@ -122,14 +93,61 @@ class TrainLoop:
         await self.queue.commit(record)
         self.version = record.step
         self.effects.trace("trained", {"step": record.step})
+        scored = self.scoring.take_spent()
+        self.facts.committed(batch, formed, metrics, scored, self.feed.depth(), time.monotonic())
+        await self._barrier()
+        moved = time.monotonic()
         await self._publish()
-        timing = _Timing(batch.waited_s, trained - begun, time.monotonic() - trained)
+        self.scoring.forget(record.groups)
+        timing = _Timing(trained - begun, moved - trained, time.monotonic() - moved)
+        self.facts.published(timing.publish_s)
         await self._measure(batch, formed, metrics, timing)
         await self._checkpoint_if_due()
 
+    # -- the barrier --------------------------------------------------------------------
+
+    async def _barrier(self) -> None:
+        """Ask what may change, make the learner's part of it, say how it went."""
+        facts = self.facts.told(len(self.group.ranks), self.scoring)
+        barrier = await self.controller.barrier(facts)
+        self._least = barrier.groups
+        resized = await self._resize_if_asked(barrier)
+        if resized is None:  # what became of the roles is for the controller to say
+            self._assign_scorers(await self.controller.roles(), barrier.scoring)
+        else:
+            self._assign_scorers(barrier.roles, barrier.scoring, barrier.move, resized.ok)
+
+    def _assign_scorers(self, roles: Roles, mode: str, move: Move | None = None, moved: bool = False) -> None:
+        if roles.ranks:
+            self.scoring.assign(holders(roles, "scorer", move, moved), mode)
+        else:
+            self.scoring.assign(self.scoring.scorers, mode)
+
+    async def _resize_if_asked(self, barrier: Barrier) -> Resized | None:
+        """Make the group that the barrier wants. None when it had to be rebuilt from a checkpoint."""
+        roles, move = barrier.roles, barrier.move
+        lost = {row.rank for row in roles.ranks if row.lost}
+        wanted = holders(roles, "learner", move, True)
+        resized: Resized | None = Resized(True, {})
+        if wanted and wanted != self.group.numbers:
+            try:
+                if lost & set(self.group.numbers):
+                    raise LearnerLost(f"ranks {sorted(lost & set(self.group.numbers))} are gone")
+                resized = await self.keeper.resize(wanted, self.version)
+                self.facts.switched(resized.parts)
+            except LearnerLost as error:
+                resized = None
+                if move is not None:  # before the rebuild: it asks whose ranks there are
+                    await self.controller.moved(Moved(move=move.id, ok=False, error=str(error)[:500]))
+                await self.keeper.lost(error, self.version)
+        if move is not None and resized is not None:
+            told = Moved(move=move.id, ok=resized.ok, parts=resized.parts, error=resized.error[:500])
+            await self.controller.moved(told)
+        return resized
+
     async def _publish(self) -> None:
         begun = time.monotonic()
-        weights = await self._sturdy(self.group.publish, self.version)
+        weights = await self.keeper.sturdy(self.group.publish, self.version)
         spent = time.monotonic() - begun
         await self.controller.publish(Published(weights=weights, step=self.version, publish_s=spent))
 
@@ -140,9 +158,8 @@ class TrainLoop:
             await self._checkpoint()
 
     async def _checkpoint(self) -> None:
-        ledger = await self.queue.ledger()
-        extra = {"step": self.version, "ledger": ledger.admitted}
-        await self._sturdy(lambda: self.group.save(self.version, extra), self.version)
+        extra = await self.keeper.extra(self.version)
+        await self.keeper.sturdy(lambda: self.group.save(self.version, extra), self.version)
         released = await self.queue.release(self.effects.covered())
         self.effects.trace("checkpoint", {"step": self.version, "released": released})
 
@@ -157,63 +174,26 @@ class TrainLoop:
             "lag_max": max(record.lags),
             "lag_hist": {str(n): record.lags.count(n) for n in sorted(set(record.lags))},
             "version": record.step,
-            "wait_twt_s": {"data": batch.waited_s, "publish": timing.publish_s},
+            "wait_twt_s": {
+                "data": batch.waited_s,
+                "signal": self.facts.signal_wait_s,
+                "barrier": timing.barrier_s,
+                "publish": timing.publish_s,
+            },
             "step_s": timing.step_s,
-            "ready_ras": batch.ready_at_start,
-            "ready_tprm_s": batch.mean_gap_s,
+            "ready_ras": batch.ras,
+            "ready_tprm_s": batch.tprm_s,
             "ready_head_age_s": batch.head_age_s,
             "ready_depth": self.feed.depth(),
             "mixed_versions": formed.versions_mixed,
             "row_tokens": formed.plan.tokens,
+            "scorer_busy_s": self.facts.scorer_busy_s,
             "trained_tokens": formed.plan.trained_tokens,
         }
         facts = await self.controller.step_facts({"step": record.step, **merged})
         self.effects.measured(record.step, merged, facts)
 
-    # -- repair -------------------------------------------------------------------------
-
-    async def _sturdy(self, call: Callable[[], Awaitable[T]], version: int) -> T:
-        """``call`` on the learner group; when it is lost, rebuild it at ``version`` and call again."""
-        while True:
-            try:
-                result = await call()
-                self._rebuilds = 0
-                return result
-            except LearnerLost as error:
-                self._rebuilds += 1
-                self.effects.trace("learner_lost", {"error": str(error)[:500], "version": version})
-                if self._rebuilds > MAX_REBUILDS_IN_A_ROW:
-                    raise
-                await self._rebuild(version)
-
-    async def _rebuild(self, version: int) -> None:
-        """Newest valid checkpoint, then the committed log after it, up to ``version``."""
-        while True:
-            folder, step = self.effects.checkpoint()
-            if step > version:
-                raise CheckpointDamaged(f"checkpoint {folder} is ahead of committed version {version}")
-            try:
-                reached = await self.group.form(folder)
-                await self._execute_log(reached, version)
-                return
-            except LearnerLost as error:
-                self._rebuilds += 1
-                self.effects.trace("learner_lost", {"error": str(error)[:500], "version": version})
-                if self._rebuilds > MAX_REBUILDS_IN_A_ROW:
-                    raise
-
-    async def _execute_log(self, reached: int, version: int) -> None:
-        records = {r.step: r for r in await self.queue.steps(reached) if r.step <= version}
-        for step in range(reached + 1, version + 1):
-            if step not in records:
-                raise CheckpointDamaged(
-                    f"cannot resume: step {step} is neither in a checkpoint nor in the step log"
-                )
-            groups = await self.queue.load(list(records[step].groups))
-            formed = build(groups, self.config, len(self.group.ranks))
-            batches, signals = self.effects.share(formed)
-            await self.group.step(batches, signals, step)
-            self.effects.trace("executed_again", {"step": step})
+    # -- a restart ----------------------------------------------------------------------
 
     async def _recover(self) -> Batch | None:
         """Find where the run stands; returns a step that was logged but not committed."""
@@ -221,17 +201,19 @@ class TrainLoop:
         log = await self.queue.steps(0)
         self.version = max((r.step for r in log if r.committed), default=checkpoint_step)
         planned = next((r for r in log if r.step == self.version + 1 and not r.committed), None)
-        held = await self.group.versions()
+        self._assign_scorers(await self.controller.roles(), self.scoring.mode)
+        await self.keeper.seat()
+        held = await self.group.versions() if await self.group.whole() else set()
         usable = {self.version} | ({self.version + 1} if planned else set())
         if len(held) != 1 or not held <= usable:
-            await self._rebuild(self.version)
+            await self.keeper.rebuild(self.version)
         await self._publish_recovered(held)
         await self.feed.start(set(planned.groups) if planned else set())
         if planned is None:
             await self._checkpoint_if_due()  # an earlier process may have died before it
             return None
         groups = tuple(await self.queue.load(list(planned.groups)))
-        return Batch(planned, groups, 0.0, len(groups), 0.0, 0.0)
+        return Batch(planned, groups)
 
     async def _publish_recovered(self, held: set[int]) -> None:
         """Generators must be able to fetch the committed version, unless ranks are a step ahead."""

@@ -21,6 +21,8 @@ FROM_LEARNER = {
     "mismatch_max_log_ratio": "mismatch_max_log_ratio",
     "max_abs_log_ratio_at_lag0": "lag0_max_log_ratio",
     "lag0_tokens": "lag0_tokens",
+    "scorer_busy_s": "scorer_busy_s",
+    "row_tokens": "row_tokens",
 }
 FROM_LOOP = (
     "reward", "reward_std", "success", "turns_mean", "truncated_fraction",
@@ -59,7 +61,10 @@ class Measure:
         named["skipped"] = 1.0 - metrics.get("update_applied", 1.0)
         named |= self._rates(metrics, facts)
         named["wait_rwt_s"] = {**facts.get("rwt", {}), "sync": self._increment("sync_s", facts["sync_s"])}
+        for name in ("prompt_tokens", "cached_tokens"):
+            named[name] = self._increment(name, facts.get(name, 0.0))
         named["ranks"] = facts["ranks"]
+        named |= facts.get("switches", {})
         named |= self._worker_facts(facts["workers"])
         self._sink.record(step, named)
         return named

@@ -1,31 +1,27 @@
 """Signals: values that a frozen forward pass gives to sampled tokens, bound late.
 
-The actor's forward needs no signal. A step takes a ``SignalSource``, calls it once, after its
-first forward pass, and reads values aligned to its rows.
+The actor's forward needs no signal. A step takes a ``SignalSource`` (the whole batch's values, asked for
+once) or ``MicroSignals`` (asked for per micro-batch), and asks after the forward pass whose loss
+needs them.
 """
 
-import dataclasses
-from collections.abc import Callable
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from learner.batch import RankBatch
+from learner.late import Key, Scored, by_sample
+from learner.late import MicroSignals as MicroSignals
+from learner.late import Signal as Signal
+from learner.late import SignalSource as SignalSource
 from learner.mesh import rank_device
 from learner.model import PolicyModel, flatten_rows, load_model
 
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Signal:
-    """Values [R, L] aligned to a rank's rows; those outside ``valid`` [R, L] are never read."""
-
-    values: NDArray[np.float32]
-    valid: NDArray[np.bool_]
-
-
-SignalSource = Callable[[], Signal]
+RESIDENT_BYTES = 2 * 2**30
+"""On a CPU a frozen model of up to this size stays beside the policy: giving it back frees little."""
 
 
 def score_rows(model: PolicyModel, batch: RankBatch, device: torch.device) -> Signal:
@@ -64,3 +60,65 @@ class ReferenceScorer:
     def score(self, batch: RankBatch) -> Signal:
         """Reference log-probs [R, L], valid where ``batch.mask``."""
         return score_rows(self._model, batch, self._device)
+
+    def score_samples(self, batch: RankBatch, keys: Sequence[Key]) -> Scored:
+        """The same, cut into samples: ``keys[i]`` names sample ``i`` of the batch."""
+        begun = time.time()
+        values = by_sample(self.score(batch), batch, keys)
+        tokens = int((batch.segments > 0).sum())
+        return Scored(keys=tuple(keys), values=values, busy=(begun, time.time()), tokens=tokens)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the weights."""
+        return sum(p.numel() * p.element_size() for p in self._model.parameters())
+
+    def bring(self) -> None:
+        """Weights to this rank's device."""
+        self._model.to(self._device)
+        _settle(self._device)
+
+    def release(self) -> None:
+        """Weights to the CPU, so that training has the device to itself."""
+        if self._device.type != "cpu":
+            self._model.to("cpu")
+            torch.cuda.empty_cache()
+
+
+class Colocated:
+    """A frozen model that shares a rank with the policy: brought in for a burst, then taken away.
+
+    On CUDA it waits in the CPU's memory in between. On a CPU it stays if small, else it is loaded
+    anew for each burst. ``swap_s`` is what bringing and releasing took together, ``score_s`` the scoring.
+    """
+
+    def __init__(
+        self, path: str | Path, dtype: str = "float32", threads: int = 1, vocab_used: int | None = None
+    ) -> None:
+        self._arguments = (path, dtype, threads, vocab_used)
+        self._scorer: ReferenceScorer | None = None
+        self.swap_s = 0.0
+        self.score_s = 0.0
+
+    def burst(self, batch: RankBatch) -> Signal:
+        """Score a rank's rows; values [R, L]."""
+        begun = time.monotonic()
+        if self._scorer is None:
+            self._scorer = ReferenceScorer(*self._arguments)
+        self._scorer.bring()
+        brought = time.monotonic()
+        signal = self._scorer.score(batch)
+        scored = time.monotonic()
+        if rank_device().type == "cpu" and self._scorer.nbytes > RESIDENT_BYTES:
+            self._scorer = None
+        else:
+            self._scorer.release()
+        self.score_s = scored - brought
+        self.swap_s = (brought - begun) + (time.monotonic() - scored)
+        return signal
+
+
+def _settle(device: torch.device) -> None:
+    """Wait for queued copies, so that what is timed has happened."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

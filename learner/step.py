@@ -1,59 +1,53 @@
 """One learner rank: a plain class whose ``step`` is the only place where weights move.
 
 A step is idempotent: asked again for the step it just made, a rank answers from memory, so a
-lost reply can be asked for again. It runs forward, resolves late signals at the loss, runs
-backward for each micro-batch, then clips and applies. Losses carry their global normaliser (see
+lost reply can be asked for again. For each micro-batch it runs forward, resolves the late signal at the
+loss, runs backward; then it clips and applies. (``deferred=False`` resolves the signal before the forward
+pass instead: the same gradients, and forward waits for scores.) Losses carry their global normaliser (see
 ``learner.batch``), FSDP averages gradients over ranks, so the loss is scaled by the world size
 and the applied gradient is the sum over all tokens of all ranks.
 """
 
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
-import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from cluster.config import Config
 from cluster.errors import LearnerLost
 from cluster.types import Weights
 from learner.batch import NOT_SAMPLED, RankBatch
-from learner.checkpoint import Meta, fingerprint, load_checkpoint, save_checkpoint
+from learner.checkpoint import (
+    Meta,
+    fingerprint,
+    load_checkpoint,
+    random_state,
+    restore_random_state,
+    save_checkpoint,
+)
+from learner.late import MicroSignals, SignalSource
 from learner.mesh import Place, join_mesh, leave_mesh, rank_device, set_last_micro_batch, shard
-from learner.model import FlatRows, PolicyModel, flatten_rows, load_model
-from learner.objective.loss import TokenInputs, max_log_ratios, token_loss
+from learner.micro import PerMicro, flatten, reduce_metrics, token_inputs
+from learner.micro import on_policy_tokens as on_policy_tokens
+from learner.model import PolicyModel, load_model
+from learner.objective.loss import max_log_ratios, token_loss
 from learner.optimizer import apply_step, gradient_norm, learning_rate, make_optimizer
 from learner.publish import Publisher
-from learner.signals import Signal, SignalSource
-
-SUMS = (
-    "loss",
-    "loss_policy",
-    "loss_kl",
-    "loss_entropy",
-    "tokens",
-    "entropy",
-    "ratio",
-    "ratio_square",
-    "clipped",
-    "mismatch_kl",
-    "lag0_tokens",
-    "kl_ref",
-    "kl_tokens",
-    "row_tokens",
-)
+from learner.reshard import Part, gather_parts, load_parts
+from learner.state import Gathered
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step did. Metrics are global: every rank returns the same, but for ``busy``.
+    """What a step did. Metrics are global: every rank returns the same, but for times.
 
     ``applied`` is False when the update was skipped (no trained token, or a gradient that is not
     finite): the version advances all the same, the weights do not. ``busy`` is this rank's
-    (start, end) in seconds since the epoch. ``repeated`` marks an answer from memory.
+    (start, end) in seconds since the epoch, ``waited_s`` the part of it spent waiting for signals.
+    ``repeated`` marks an answer from memory.
     """
 
     step: int
@@ -62,6 +56,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     applied: bool
     busy: tuple[float, float]
     repeated: bool = False
+    waited_s: float = 0.0
 
 
 class LearnerRank:
@@ -85,6 +80,9 @@ class LearnerRank:
         self.seed = seed
         self.version = 0
         self.skipped = 0  # steps whose update was not applied
+        self.deferred = True  # the loss is made after the forward pass, when its signal is there
+        self._waited = 0.0  # seconds of the step under way spent waiting for signals
+        self._held: list[Part] = []  # gathered for another world
         self.last: StepResult | None = None
         self.place: Place | None = None
         # Master weights are fp32 whatever the compute type: bf16 would swallow small updates.
@@ -110,7 +108,9 @@ class LearnerRank:
             raise LearnerLost(f"rank {self.rank} has not joined the learner group")
         return self.place, self.optimizer
 
-    def step(self, batch: RankBatch, step: int, signals: SignalSource | None = None) -> StepResult:
+    def step(
+        self, batch: RankBatch, step: int, signals: SignalSource | MicroSignals | None = None
+    ) -> StepResult:
         """Make optimizer step ``step`` (version ``step - 1`` becomes ``step``). Collective.
 
         Raises LearnerLost when the rank is not at ``step - 1``, or when a peer or a kernel fails:
@@ -135,7 +135,12 @@ class LearnerRank:
         self.skipped += not applied
         metrics["steps_skipped"] = float(self.skipped)
         self.last = StepResult(
-            step=step, rank=self.rank, metrics=metrics, applied=applied, busy=(started, time.time())
+            step=step,
+            rank=self.rank,
+            metrics=metrics,
+            applied=applied,
+            busy=(started, time.time()),
+            waited_s=self._waited,
         )
         return self.last
 
@@ -176,6 +181,35 @@ class LearnerRank:
         extra: dict[str, Any] = meta.extra["extra"]
         return extra
 
+    # -- to and from another world ------------------------------------------------------
+
+    def gather(self) -> Gathered:
+        """Whole state to the CPU of rank 0, there to be fetched by ``part``. Collective."""
+        place, optimizer = self.joined()
+        self._held = gather_parts(self.model, optimizer, place.rank == 0)
+        return Gathered(
+            version=self.version,
+            skipped=self.skipped,
+            random=random_state(),
+            parts=len(self._held),
+            nbytes=sum(array.nbytes for part in self._held for array in part.values()),
+        )
+
+    def part(self, index: int) -> Part:
+        """One part of what was gathered; fetching it lets go of it."""
+        part, self._held[index] = self._held[index], {}
+        return part
+
+    def adopt(self, version: int, skipped: int, random: Sequence[bytes], parts: Iterable[Part]) -> None:
+        """Take this rank's shard of a gathered state (see ``learner.state.State``)."""
+        _, optimizer = self.joined()
+        load_parts(self.model, optimizer, parts)
+        self.version, self.skipped, self.last = version, skipped, None
+        if self.rank < len(random):
+            restore_random_state(random[self.rank])
+        else:  # the seeds of a fresh rank would repeat the stream that an earlier rank of this place drew
+            torch.manual_seed((self.seed * 1_000_003 + self.rank) * 1_000_003 + version)
+
     def _answer_again(self, step: int) -> StepResult:
         if self.last is not None and self.last.step == step:
             return msgspec.structs.replace(self.last, repeated=True)
@@ -183,7 +217,7 @@ class LearnerRank:
         return StepResult(step=step, rank=self.rank, metrics={}, applied=True, busy=(now, now), repeated=True)
 
     def _update(
-        self, batch: RankBatch, step: int, signals: SignalSource | None
+        self, batch: RankBatch, step: int, signals: SignalSource | MicroSignals | None
     ) -> tuple[dict[str, float], bool]:
         place, optimizer = self.joined()
         rate = learning_rate(step, self.config.run.steps, self.config.learner)
@@ -195,107 +229,35 @@ class LearnerRank:
             norm = float(gradient_norm(parameters))
             applied = apply_step(optimizer, parameters, rate, norm, self.config.learner.grad_clip)
         optimizer.zero_grad(set_to_none=True)
-        metrics = _reduce(sums, peaks, place)
+        metrics = reduce_metrics(sums, peaks, place)
         return metrics | {"grad_norm": norm, "lr": rate, "update_applied": float(applied)}, applied
 
     def _accumulate(
-        self, batch: RankBatch, signals: SignalSource | None, place: Place
+        self, batch: RankBatch, signals: SignalSource | MicroSignals | None, place: Place
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Forward and backward of every micro-batch; gradients end up reduced over ranks."""
         sums: dict[str, Tensor] = {}
         peaks = torch.zeros(2, dtype=torch.float64, device=place.device)
+        self._waited = 0.0
         if not batch.global_tokens:
             return sums, peaks
         objective = self.config.objective
         fresh = on_policy_tokens(batch, self.version)
-        signal: Signal | None = None
+        late = PerMicro(batch, signals if objective.kl_coef > 0 else None)
         micro_batches = batch.micro_batches()
         for number, rows in enumerate(micro_batches, start=1):
             set_last_micro_batch(self.model, number == len(micro_batches))
-            flat = _flatten(batch, rows, place.device)
+            signal = None if self.deferred else late.resolve(rows)
+            flat = flatten(batch, rows, place.device)
             logprobs, entropy = self.model(flat, objective.entropy_coef != 0)
-            if signal is None and signals is not None and objective.kl_coef > 0:
-                signal = signals()
-            inputs = _inputs(batch, rows, flat, fresh, signal, place.device)
+            if self.deferred:
+                signal = late.resolve(rows)
+            inputs = token_inputs(batch, rows, flat, fresh, signal, place.device)
             loss, part = token_loss(logprobs, entropy, inputs, objective)
             (loss * place.world).backward()  # type: ignore[no-untyped-call]
             part["row_tokens"] = torch.tensor(flat.ids.numel(), dtype=torch.float64, device=place.device)
             for name, value in part.items():
                 sums[name] = sums[name] + value if name in sums else value
             peaks = torch.maximum(peaks, torch.stack(max_log_ratios(logprobs, inputs)))
+        self._waited = late.waited_s
         return sums, peaks
-
-
-def on_policy_tokens(batch: RankBatch, version: int) -> NDArray[np.bool_]:
-    """Trained tokens [R, L] that, like every sampled token before them in their sample, have
-    ``version``: learner and generator must agree on these to rounding."""
-    stale = batch.mask & (batch.versions != version)
-    count = np.cumsum(stale, axis=1)
-    starts = np.arange(stale.shape[1])[None, :] - batch.positions
-    before = np.take_along_axis(count - stale, starts, axis=1)
-    on_policy: NDArray[np.bool_] = batch.mask & (count == before)
-    return on_policy
-
-
-def _flatten(batch: RankBatch, rows: slice, device: torch.device) -> FlatRows:
-    return flatten_rows(
-        batch.ids[rows],
-        batch.positions[rows],
-        batch.segments[rows],
-        batch.mask[rows],
-        batch.temperature[rows],
-        device,
-    )
-
-
-def _inputs(
-    batch: RankBatch,
-    rows: slice,
-    flat: FlatRows,
-    fresh: NDArray[np.bool_],
-    signal: Signal | None,
-    device: torch.device,
-) -> TokenInputs:
-    def take(array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array[rows].reshape(-1)[flat.flat]).to(device)
-
-    if signal is not None and signal.values.shape != batch.ids.shape:
-        raise ValueError(f"signal of shape {signal.values.shape} for rows of shape {batch.ids.shape}")
-    return TokenInputs(
-        behaviour=take(batch.behaviour),
-        advantage=take(batch.advantage),
-        weight=take(batch.weight),
-        on_policy=take(fresh),
-        reference=None if signal is None else take(signal.values),
-        reference_valid=None if signal is None else take(signal.valid),
-    )
-
-
-def _reduce(sums: dict[str, Tensor], peaks: Tensor, place: Place) -> dict[str, float]:
-    """Add sums over ranks, take maxima over ranks, and only then divide."""
-    zero = torch.zeros((), dtype=torch.float64, device=place.device)
-    packed = torch.stack([sums.get(name, zero) for name in SUMS])
-    dist.all_reduce(packed)
-    dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
-    total = dict(zip(SUMS, packed.tolist(), strict=True))
-    tokens = max(1.0, total["tokens"])
-    ratio = total["ratio"] / tokens
-    variance = total["ratio_square"] / tokens - ratio**2
-    return {
-        "loss": total["loss"],
-        "loss_policy": total["loss_policy"],
-        "loss_kl": total["loss_kl"],
-        "loss_entropy": total["loss_entropy"],
-        "entropy": total["entropy"] / tokens,
-        "ratio_mean": ratio,
-        "ratio_std": max(0.0, variance) ** 0.5,
-        "clip_fraction": total["clipped"] / tokens,
-        "mismatch_kl": total["mismatch_kl"] / tokens,
-        "mismatch_max_log_ratio": peaks[0].item(),
-        "max_abs_log_ratio_at_lag0": peaks[1].item(),
-        "lag0_tokens": total["lag0_tokens"],
-        "kl_ref": total["kl_ref"] / max(1.0, total["kl_tokens"]),
-        "signal_missing_tokens": total["tokens"] - total["kl_tokens"] if total["kl_tokens"] else 0.0,
-        "tokens_trained": total["tokens"],
-        "tokens_in_rows": total["row_tokens"],
-    }

@@ -171,6 +171,38 @@ class Faulty(Env):
         return answer(" ".join(sorted(os.environ)))
 
 
+class Impatient(Env):
+    """Ends the episode when its player is silent for ``patience_s``, not counting pauses."""
+
+    capabilities = frozenset({"pause"})
+
+    def __init__(self, patience_s: float = 0.3) -> None:
+        self.patience_s = patience_s
+
+    def start(self, task: Task, seed: int) -> str:
+        """The clock runs from here."""
+        self.since = time.monotonic()
+        self.paused_at = 0.0
+        return "go on"
+
+    def step(self, actions: list[str]) -> StepResult:
+        """Refuse a late action."""
+        late = time.monotonic() - self.since > self.patience_s
+        self.since = time.monotonic()
+        if self.paused_at:
+            raise RuntimeError("a step while paused")
+        return StepResult("too late" if late else "in time", done=late)
+
+    def pause(self) -> None:
+        """Stop the clock."""
+        self.paused_at = time.monotonic()
+
+    def resume(self) -> None:
+        """Let it run on."""
+        self.since += time.monotonic() - self.paused_at
+        self.paused_at = 0.0
+
+
 class FaultyTasks(TaskSet):
     """One task per index."""
 

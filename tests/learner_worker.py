@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import random
 import sys
 from pathlib import Path
 
@@ -72,7 +73,45 @@ def chain(learner: LearnerRank, path: Path, folder: Path) -> dict:
     return {"version": learner.version, "extra": extra, "empty": empty}
 
 
-JOBS = {"parity": parity, "chain": chain}
+def hand(learner: LearnerRank, path: Path, folder: Path) -> dict:
+    """Adopt what an earlier world gathered, or make the first step; gather for the next; step once more."""
+    from learner.checkpoint import tensors_of
+
+    world, rank = learner.world, learner.rank
+    number = len(list(folder.glob("parts-*.pt")))
+    batch = batches(path, world, rank)["token_mean"]
+    if number:
+        earlier = torch.load(folder / f"parts-{number - 1}.pt", weights_only=False)
+        learner.adopt(earlier["version"], earlier["skipped"], earlier["random"], earlier["parts"])
+    else:
+        learner.skipped = 2
+        learner.step(batch, 1)
+    drawn = [random.random(), float(np.random.random()), torch.rand(1).item()]
+    gathered = learner.gather()
+    (folder / f"random-{number}-{rank}").write_bytes(gathered.random)
+    _, optimizer = learner.joined()
+    found = tensors_of(learner.model, optimizer)
+    full = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in found.items()}
+    empty = sum(hasattr(t, "to_local") and not t.to_local().numel() for t in found.values())
+    torch.distributed.barrier()
+    if rank == 0:
+        assert gathered.parts and gathered.nbytes == sum(t.numel() * 4 for t in full.values())
+        torch.save(full, folder / f"full-{number}.pt")
+        told = [(folder / f"random-{number}-{r}").read_bytes() for r in range(world)]
+        parts = [learner.part(i) for i in range(gathered.parts)]
+        torch.save(
+            {"version": gathered.version, "skipped": gathered.skipped, "random": told, "parts": parts},
+            folder / f"parts-{number}.pt",
+        )
+        (folder / f"drawn-{number}.json").write_text(json.dumps(drawn))
+    else:
+        assert gathered.parts == 0
+    torch.distributed.barrier()
+    metrics = learner.step(batch, learner.version + 1).metrics
+    return {"version": learner.version, "skipped": learner.skipped, "empty": empty, "metrics": metrics}
+
+
+JOBS = {"parity": parity, "chain": chain, "hand": hand}
 
 
 def main() -> None:

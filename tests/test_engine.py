@@ -20,11 +20,13 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
+from msgspec.structs import replace
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from actors.engine import Engine
-from cluster.config import GeneratorConfig
+from actors.gate import Gate
+from cluster.config import AdmissionConfig, GeneratorConfig
 from cluster.errors import ConfigError, StaleEpoch, WeightsFailed
 from cluster.types import Completion, Request, Sampling, StopReason, Weights, floats, ids, pack_ids
 from cluster.weights_file import write_weights
@@ -361,3 +363,81 @@ async def test_no_engine_process_survives_its_killed_owner(
         owner.communicate(timeout=10)
     _, alive = psutil.wait_procs(children, timeout=5)
     assert alive == []
+
+
+# -- behind the gate ------------------------------------------------------------------------------------
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def tight(folder: Path, model: LlamaForCausalLM) -> AsyncIterator[Engine]:
+    """An engine whose KV cache holds about six whole contexts."""
+    replica = Engine(folder, replace(CONFIG, kv_cache_gb=0.003), LENGTH, name="tight", seed=7)
+    await replica.start(version=3)
+    yield replica
+    await replica.close()
+
+
+async def played(engine: Engine, policy: str) -> tuple[dict[str, list[Completion]], Gate]:
+    """24 greedy episodes of five turns at once; the environment adds 30 ids a turn, at a pace of its own."""
+    gate = Gate(engine, AdmissionConfig(policy=policy), 60.0, prefill_tok_s=lambda: 20_000.0)
+    gate.open()
+    found: dict[str, list[Completion]] = {}
+
+    async def episode(number: int, start: list[int]) -> None:
+        session, prompt = f"g{number // 4}.{number}", start
+        for turn in range(5):
+            name = f"{session}/0/{turn}"
+            sampling = Sampling(max_tokens=16, temperature=0.0)
+            asked = Request(
+                id=name, prompt=pack_ids(prompt), sampling=sampling, session=session,
+                group=f"g{number // 4}", evaluation=number == 5,
+            )  # fmt: skip
+            await gate.submit(session, [asked])
+            async with asyncio.timeout(60):
+                while not (answers := await gate.collect(session, 5.0)):
+                    continue
+            assert not answers[0].error, answers[0].error
+            found.setdefault(session, []).append(answers[0])
+            prompt = prompt + ids(answers[0].output).tolist() + [(number + turn) % TOKENS] * 30
+            await asyncio.sleep(0.01 * (number % 5))
+        await gate.release([session])
+
+    async with asyncio.TaskGroup() as group:
+        for number, start in enumerate(prompts(24, length=120)):
+            group.create_task(episode(number, start))
+    assert gate.stats().resident == 0
+    return found, gate
+
+
+async def test_parking_changes_no_greedy_id(tight: Engine) -> None:
+    assert 1500 < tight.capacity_tokens < 6000
+    assert tight.prefill_tok_s > 100
+    by_task, gate = await played(tight, "task")
+    by_request, _ = await played(tight, "request")
+    assert gate.figures is not None and gate.figures.parks > 5
+    compared = 0
+    for session, turns in by_task.items():
+        for one, other in zip(turns, by_request[session], strict=True):
+            mine, yours = ids(one.output).tolist(), ids(other.output).tolist()
+            same = [a == b for a, b in zip(mine, yours, strict=True)]
+            where = None if all(same) else same.index(False)
+            if where is None:
+                compared += len(mine)
+                assert np.abs(floats(one.logprobs) - floats(other.logprobs)).max() < 1e-3
+                continue
+            # a near tie, decided by the company that the request had in its batch
+            assert abs(floats(one.logprobs)[where] - floats(other.logprobs)[where]) < 1e-4
+            break
+    assert compared > 0.8 * 24 * 5 * 16
+
+
+async def test_withdrawn_requests_are_not_answered(tight: Engine) -> None:
+    long = [request(f"long{n}", [1, 2, 3], tokens=400, temperature=1.0) for n in range(3)]
+    await tight.submit("test", long)
+    assert await tight.withdraw("test", ["long0", "unknown"]) == ["long0"]
+    found: dict[str, Completion] = {}
+    async with asyncio.timeout(60):
+        while len(found) < 2:
+            found |= {completion.id: completion for completion in await tight.collect("test", 5.0)}
+    assert set(found) == {"long1", "long2"}
+    assert tight.stats().running == 0

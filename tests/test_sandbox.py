@@ -285,6 +285,38 @@ async def test_process_backend_inherits_no_variables(monkeypatch: Any) -> None:
         assert "SECRET" not in await say(pool, "environ")
 
 
+@backends
+@pytest.mark.parametrize("pauses", [True, False])
+async def test_a_pause_stops_the_clock_of_the_environment(backend: str, pauses: bool) -> None:
+    made = EnvBuilder("tests.faulty_env:Impatient", {"patience_s": 0.4})
+    pool = EnvPool(made, config(backend), 1)
+    await pool.start()
+    try:
+        handle = await pool.acquire(5.0)
+        await handle.start(TASK, 0)
+        assert (await handle.step(["a"])).observation == "in time"
+        if pauses:
+            await handle.pause()
+            await handle.pause()  # harmless
+        await asyncio.sleep(0.6)
+        await handle.resume()
+        result = await handle.step(["b"])
+        assert (result.observation, result.done) == (("in time", False) if pauses else ("too late", True))
+        assert pool.stats().pauses == int(pauses)
+        await handle.release()
+    finally:
+        await pool.close()
+
+
+@backends
+async def test_an_environment_that_cannot_pause_is_not_asked(backend: str) -> None:
+    async with opened(backend, size=1) as pool, episode(pool) as handle:
+        await handle.pause()
+        await handle.resume()
+        assert (await handle.step(["echo hi"])).observation == "1 hi"
+        assert pool.stats().pauses == 0
+
+
 @pytest.mark.parametrize(("backend", "namespaces"), [("bwrap", True), ("process", True), ("process", False)])
 async def test_grandchildren_end_with_the_trajectory(backend: str, namespaces: bool) -> None:
     if backend == "bwrap" and not _bwrap_runs():

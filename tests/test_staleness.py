@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.staleness import allowance, lag
+from cluster.staleness import allowance, lag, smallest_batch
 
 
 @dataclass
@@ -142,3 +142,110 @@ def test_lag_refuses_tokens_of_the_future() -> None:
     assert lag(training=7, oldest=5) == 2
     with pytest.raises(ValueError, match="version 8 is newer than the version trained, 7"):
         lag(training=7, oldest=8)
+
+
+# -- batches of unequal size --------------------------------------------------------------
+
+
+@dataclass
+class UnevenJob(Job):
+    """Each step trains any number of groups that ``smallest_batch`` allows, in order of admission."""
+
+    least: int = 1
+    trained: int = 0
+    marks: dict[int, int] = field(default_factory=dict)
+
+    def allowance(self) -> int:
+        return allowance(
+            max_lag=self.max_lag,
+            groups_per_step=self.groups_per_step,
+            acknowledged=self.acknowledged,
+            steps=self.steps,
+            admitted=self.admitted,
+            lost=self.lost,
+            progress=(self.version, self.trained),
+        )
+
+    def admit(self, count: int) -> None:
+        before = self.admitted
+        super().admit(count)
+        if self.admitted > before:
+            self.marks[self.acknowledged] = self.admitted - self.lost
+
+    def smallest(self) -> int:
+        return smallest_batch(
+            max_lag=self.max_lag,
+            groups_per_step=self.groups_per_step,
+            least=min(self.least, self.groups_per_step),
+            progress=(self.version, self.trained),
+            marks=self.marks,
+        )
+
+    def train_some(self, extra: int) -> bool:
+        size = min(self.smallest() + extra, self.groups_per_step)
+        if self.version >= self.steps or len(self.waiting) < self.smallest():
+            return False
+        batch = self.waiting[:size]
+        del self.waiting[:size]
+        self.lags += [lag(training=self.version, oldest=oldest) for oldest in batch]
+        self.version += 1
+        self.trained += len(batch)
+        return True
+
+
+UNEVEN = st.builds(
+    UnevenJob, max_lag=st.integers(0, 4), groups_per_step=st.integers(1, 6), steps=st.integers(1, 20),
+    least=st.integers(1, 6),
+)  # fmt: skip
+UNEVEN_EVENTS = st.lists(
+    st.tuples(st.sampled_from(["admit", "lose", "train", "acknowledge"]), st.integers(0, 20)), max_size=200
+)
+
+
+def play_unevenly(job: UnevenJob, events: list[tuple[str, int]]) -> None:
+    for name, amount in events:
+        if name == "train":
+            job.train_some(amount % 4)
+        else:
+            play(job, [(name, amount)])
+
+
+@given(job=UNEVEN, events=UNEVEN_EVENTS)
+def test_lag_never_passes_the_bound_for_any_sequence_of_batch_sizes(
+    job: UnevenJob, events: list[tuple[str, int]]
+) -> None:
+    play_unevenly(job, events)
+    assert all(0 <= found <= job.max_lag for found in job.lags)
+    assert min(job.least, job.groups_per_step) <= job.smallest() <= job.groups_per_step
+
+
+@given(job=UNEVEN, events=UNEVEN_EVENTS)
+def test_every_uneven_job_can_finish(job: UnevenJob, events: list[tuple[str, int]]) -> None:
+    play_unevenly(job, events)
+    for _ in range(2 * job.steps + 2):
+        job.admit(1000)
+        job.train_some(0)
+        job.acknowledge(1000)
+    assert job.version == job.steps
+
+
+@given(job=JOBS, events=EVENTS)
+def test_full_batches_give_the_plain_rule(job: Job, events: list[tuple[str, int]]) -> None:
+    play(job, events)
+    progress = (job.version, job.version * job.groups_per_step)
+    facts = {"max_lag": job.max_lag, "groups_per_step": job.groups_per_step, "steps": job.steps,
+             "acknowledged": job.acknowledged, "admitted": job.admitted, "lost": job.lost}  # fmt: skip
+    assert allowance(**facts, progress=progress) == allowance(**facts)
+
+
+def test_a_small_batch_costs_admissions_and_then_asks_for_a_large_one() -> None:
+    job = UnevenJob(max_lag=1, groups_per_step=4, steps=100, least=1)
+    job.admit(100)
+    assert len(job.waiting) == 8
+    assert job.smallest() == 4, "four of the eight have to be trained now, the others next"
+    job = UnevenJob(max_lag=1, groups_per_step=4, steps=100, least=1)
+    job.admit(5)
+    assert job.smallest() == 1
+    assert job.train_some(0)
+    assert job.allowance() == 0, "the four left fill the step at version 1, the last that may train them"
+    assert job.smallest() == 4

@@ -1,0 +1,62 @@
+"""A priority queue whose entries may become void: they are skipped when met and swept when they pile up."""
+
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
+from typing import Generic, Protocol, TypeVar
+
+
+class Stamped(Protocol):
+    """Something whose entries hold only while ``stamp`` stays the same."""
+
+    stamp: int
+
+
+T = TypeVar("T", bound=Stamped)
+
+
+class LazyHeap(Generic[T]):
+    """Smallest key first, older entries first among equals. All operations are O(log n) amortised."""
+
+    __slots__ = ("_entries", "_serial", "_sweep")
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[float, int, int, T]] = []  # (key, serial, stamp, item)
+        self._serial = 0
+        self._sweep = 64
+
+    def push(self, key: float, item: T) -> None:
+        """Enter an item under its present stamp."""
+        self._serial += 1
+        heappush(self._entries, (key, self._serial, item.stamp, item))
+        if len(self._entries) > self._sweep:
+            self._entries = [entry for entry in self._entries if entry[3].stamp == entry[2]]
+            heapify(self._entries)
+            self._sweep = 2 * len(self._entries) + 64
+
+    def first(self) -> T | None:
+        """The valid item with the smallest key; it stays."""
+        entries = self._entries
+        while entries:
+            entry = entries[0]
+            if entry[3].stamp == entry[2]:
+                return entry[3]
+            heappop(entries)
+        return None
+
+    def first_key(self) -> float:
+        """Key of ``first()``, which must have found one."""
+        return self._entries[0][0]
+
+    def pop(self) -> T | None:
+        """Take the first valid item out."""
+        item = self.first()
+        if item is not None:
+            heappop(self._entries)
+        return item
+
+    def __bool__(self) -> bool:
+        return self.first() is not None
+
+    def __iter__(self) -> Iterator[T]:
+        """The valid items, in no order."""
+        return (entry[3] for entry in self._entries if entry[3].stamp == entry[2])

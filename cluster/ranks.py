@@ -1,0 +1,355 @@
+"""Elastic resource scaling: which rank changes its role, if any, after each step. Pure.
+
+The rule, in the order in which it is applied (``RankMachine.decide``):
+
+1. *Deficit.* ``d = (TWT / learners - RWT / generators) / step_s``: the share of a step that a learner waits
+   minus the share that a generator waits. ``d`` above the dead band asks for generation, below minus the
+   dead band for consumption. Two signs of TideRL (arXiv:2608.10402) count inside the band: a batch that
+   formed short (``fill < 1``) asks for generation, a head of line older than ``tau`` steps for consumption.
+   Waiting for scores is a deficit of consumption too: groups are there, but are not scored.
+2. *Agreement.* ``agree_steps`` steps in a row ask for the same. The steps that contain a switch are not read.
+3. *Gain.* Of the adjacent assignments (one rank moved; scoring decoupled or colocated decided with it), the
+   one with the largest ``saving * horizon_steps - cost``, if that is positive. ``saving`` is predicted by
+   ``cluster/balance.py`` and scaled by what earlier moves of the kind realised; ``cost`` is the mean of the
+   last three switches of the kind, or the prior.
+4. *Bounds.* Floors, ceilings, one move at a time. The reverse of the last move needs twice the dead band and
+   pays both switches; within ``horizon_steps`` of it, it also needs a load that has shifted since. A kind
+   that failed backs off for 4, 8, 16 ... steps.
+
+During cold start and evaluation, generation is favoured: its proposals need no second step, and consumption
+asks for nothing. Spare ranks serve nobody, so they go wherever the model sees a saving, at once. An
+operator's ``target`` overrides all this: one move per step towards it, and it holds until it is taken back.
+
+Why it cannot oscillate: a move is made only if the model predicts a shorter step after it, so its reverse
+is predicted to be longer under the same works. Noise can still tip a load that lies between two splits: then
+two moves that undo each other are at least ``horizon_steps`` apart, and each has to promise both costs.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from cluster.balance import Balance as Balance
+from cluster.balance import Scoring as Scoring
+from cluster.balance import StepFacts as StepFacts
+from cluster.messages import RankRow
+from cluster.switches import SwitchLedger
+from cluster.switches import SwitchRecord as SwitchRecord
+
+ROLES = ("generator", "scorer", "learner")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """Limits and thresholds; the defaults are those of ``ElasticConfig``."""
+
+    floors: Mapping[str, int] = field(default_factory=lambda: {"generator": 1, "learner": 1})
+    ceilings: Mapping[str, int] = field(default_factory=dict)  # a role that is absent or 0 has none
+    dead_band: float = 0.1  # share of a step
+    agree_steps: int = 2
+    horizon_steps: int = 10
+    tau: float = 1.5  # steps; a head of line older than this is a consumption deficit
+    scoring: Literal["decoupled", "colocated", "auto"] = "decoupled"  # scorer.mode
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """One rank should move. ``kind`` is "source>target"."""
+
+    source: str
+    target: str
+    scoring: Scoring  # how batches should be scored after it
+    reason: str
+    predicted_s: float = 0.0  # saving per step; 0 if not predicted
+    cost_s: float = 0.0
+
+    @property
+    def kind(self) -> str:
+        """The key of its switch cost."""
+        return f"{self.source}>{self.target}"
+
+
+def deficit(facts: StepFacts, counts: Mapping[str, int]) -> float:
+    """``d`` of the module docstring: positive when learners wait more than generators do."""
+    if facts.step_s <= 0:
+        return 0.0
+    learners, generators = max(1, counts["learner"]), max(1, counts["generator"])
+    return (facts.twt_s / learners - facts.rwt_s / generators) / facts.step_s
+
+
+def choose_rank(rows: Sequence[RankRow], source: str, target: str) -> int:
+    """Which rank of ``source`` moves: one on a node of its new peers if any, then the highest number.
+
+    The highest, because the lowest learner publishes and the lowest generators are the longest known.
+    Raises ValueError if no rank holds ``source``.
+    """
+    peers = {row.node for row in rows if row.role == target and not row.lost}
+    able = [row for row in rows if row.role == source and not row.lost]
+    if not able:
+        raise ValueError(f"no rank is a {source}: {sorted({row.role for row in rows if not row.lost})} exist")
+    return max(able, key=lambda row: (row.node in peers, row.rank)).rank
+
+
+class RankMachine:
+    """Facts of each step in, at most one proposal out.
+
+    ::
+
+        proposal = machine.decide(facts, counts)     once per step, at the sync barrier
+        machine.begun(proposal)                      it is being made
+        machine.switched(proposal.kind, seconds)     what it took
+        machine.done(proposal)  or  .undone(proposal)
+
+    ``counts`` has the live ranks by role: generator, scorer, learner, and spare if there are any.
+    ``switch_costs`` maps the kinds that are possible ("generator>scorer", "learner>generator" ...) to their
+    prior cost in seconds; a kind that is not in it is never proposed, except from spare.
+    """
+
+    def __init__(
+        self, bounds: Bounds, switch_costs: Mapping[str, float], balance: Balance | None = None
+    ) -> None:
+        self.bounds = bounds
+        self.balance = balance if balance is not None else Balance()
+        self.target: dict[str, int] | None = None  # operator's wish by role, all or some roles
+        self.switches = SwitchLedger(switch_costs)
+        self._begun: Proposal | None = None
+        self._shifted = False  # since the last move
+        self._skip = 0  # coming steps that contain a switch
+        self._asked = ""  # generation or consumption
+        self._streak = 0
+        self._counts: dict[str, int] = {}
+        self._step = 0
+        self._step_s = 0.0
+
+    @property
+    def ledger(self) -> list[SwitchRecord]:
+        """The switch ledger, oldest first."""
+        return self.switches.records
+
+    # -- decision -----------------------------------------------------------------------
+
+    def decide(self, facts: StepFacts, counts: Mapping[str, int]) -> Proposal | None:
+        """At most one move, to be made at this step's barrier."""
+        self._step, self._step_s = facts.step, facts.step_s
+        counts = {role: counts.get(role, 0) for role in (*ROLES, "spare")}
+        if self._begun is not None:  # nothing that this step shows is settled
+            self._counts, self.balance.depth = {}, facts.depth
+            return None
+        self._notice_change(counts)
+        if self._skip > 0:
+            self._skip -= 1
+            self.balance.depth = facts.depth
+            return self._toward_target(facts, counts)
+        if self.balance.observe(facts, counts):
+            self.switches.shifted()
+            self._shifted = True
+        if facts.phase == "train":
+            self.switches.settled(facts.step_s - facts.sync_s)
+        if self.target is not None:
+            return self._toward_target(facts, counts)
+        asked = self._ask(facts, counts)
+        self._streak = self._streak + 1 if asked and asked == self._asked else int(bool(asked))
+        self._asked = asked
+        return self._best(facts, counts)
+
+    def _ask(self, facts: StepFacts, counts: Mapping[str, int]) -> str:
+        """generation, consumption or nothing."""
+        d, band = deficit(facts, counts), self.bounds.dead_band
+        unscored = facts.signal_s / max(1, counts["learner"]) / max(facts.step_s, 1e-9)
+        if unscored > max(band, d) and facts.phase == "train":
+            return "consumption"
+        if d > band or (facts.fill < 1 and d > 0):
+            return "generation"
+        old = facts.head_age_s > self.bounds.tau * facts.step_s
+        if facts.phase == "train" and (d < -band or (old and d < 0)):
+            return "consumption"
+        return ""
+
+    def _best(self, facts: StepFacts, counts: Mapping[str, int]) -> Proposal | None:
+        needed = self.bounds.agree_steps if facts.phase == "train" else 1
+        agreed = self._asked if self._streak >= needed else ""
+        if facts.phase == "cold" or not self.balance.known:
+            return self._cold(facts, counts, agreed)
+        found = [
+            proposal
+            for source, target in self._pairs(facts, counts, agreed)
+            if (proposal := self._evaluate(source, target, facts, counts, agreed)) is not None
+        ]
+        return max(found, key=self._gain, default=None)
+
+    def _pairs(self, facts: StepFacts, counts: Mapping[str, int], agreed: str) -> list[tuple[str, str]]:
+        """Moves that may be considered: adjacent, in the direction asked for, within the bounds."""
+        pairs: list[tuple[str, str]] = []
+        if counts["spare"] > 0:
+            pairs += [("spare", role) for role in ROLES if facts.phase == "train" or role == "generator"]
+        if agreed == "generation":
+            pairs += [("scorer", "generator"), ("learner", "generator")]
+        elif agreed == "consumption":
+            pairs += [("generator", "scorer"), ("generator", "learner")]
+        return [pair for pair in pairs if self._may(*pair, facts, counts)]
+
+    def _may(self, source: str, target: str, facts: StepFacts, counts: Mapping[str, int]) -> bool:
+        kind = f"{source}>{target}"
+        if source != "spare" and kind not in self.switches.priors:
+            return False
+        if not self._within(source, target, counts) or self.switches.blocked(kind, facts.step):
+            return False
+        if not self._undoes(kind):
+            return True
+        earned = self._shifted or facts.step - self.ledger[-1].step >= self.bounds.horizon_steps
+        return earned and abs(deficit(facts, counts)) > 2 * self.bounds.dead_band
+
+    def _undoes(self, kind: str) -> bool:
+        """It is the reverse of the last move."""
+        source, _, target = kind.partition(">")
+        return self.switches.last == f"{target}>{source}"
+
+    def _within(self, source: str, target: str, counts: Mapping[str, int]) -> bool:
+        """Floors and ceilings hold after the move."""
+        floor = 0 if source == "spare" else self.bounds.floors.get(source, 0)
+        ceiling = self.bounds.ceilings.get(target, 0) or math.inf
+        return counts[source] - 1 >= floor and counts[target] + 1 <= ceiling
+
+    def _evaluate(
+        self, source: str, target: str, facts: StepFacts, counts: Mapping[str, int], agreed: str
+    ) -> Proposal | None:
+        """The move with its better way of scoring, if it earns its cost within the horizon."""
+        after = {**counts, source: counts[source] - 1, target: counts[target] + 1}
+        mode = self.bounds.scoring
+        modes: tuple[Scoring, ...] = ("colocated", "decoupled") if mode == "auto" else (mode,)
+        scoring = min(modes, key=lambda way: self.balance.step_s(after, way))
+        now = self.balance.step_s(counts, facts.scoring)
+        then = self.balance.step_s(after, scoring)
+        if not math.isfinite(then):
+            return None
+        kind = f"{source}>{target}"
+        saving = (now - then if math.isfinite(now) else then) * self.switches.trust(kind)
+        why = f"{agreed} deficit {deficit(facts, counts):+.2f}" if source != "spare" else "spare rank"
+        proposal = Proposal(source=source, target=target, scoring=scoring, reason=why,
+                            predicted_s=saving, cost_s=self.switches.cost(kind))  # fmt: skip
+        return proposal if saving > 0 and self._gain(proposal) > 0 else None
+
+    def _gain(self, proposal: Proposal) -> float:
+        """Seconds won over the horizon. A spare that begins to generate or score keeps nobody waiting."""
+        free = proposal.source == "spare" and proposal.target != "learner"
+        switches = 0 if free else 2 if self._undoes(proposal.kind) else 1
+        return proposal.predicted_s * self.bounds.horizon_steps - switches * proposal.cost_s
+
+    def _cold(self, facts: StepFacts, counts: Mapping[str, int], agreed: str) -> Proposal | None:
+        """Before both sides are measured: what serves nobody yet generates; learners stay."""
+        sources = ["spare"]
+        if self.bounds.scoring == "auto" and agreed == "generation":
+            sources.append("scorer")
+        for source in sources:
+            if counts[source] > 0 and self._may(source, "generator", facts, counts):
+                left = counts["scorer"] - (source == "scorer")
+                scoring: Scoring = "colocated" if left == 0 else facts.scoring
+                return Proposal(source=source, target="generator", scoring=scoring, reason="cold start",
+                                cost_s=self.switches.cost(f"{source}>generator"))  # fmt: skip
+        return None
+
+    # -- operator's target --------------------------------------------------------------
+
+    def _toward_target(self, facts: StepFacts, counts: Mapping[str, int]) -> Proposal | None:
+        if self.target is None:
+            return None
+        pair = toward(self.target, counts, self.bounds)
+        if pair is None or self.switches.blocked(">".join(pair), facts.step):
+            return None
+        source, target = pair
+        after = {**counts, source: counts[source] - 1, target: counts[target] + 1}
+        scoring: Scoring = facts.scoring if after["scorer"] else "colocated"
+        if self.bounds.scoring != "auto":
+            scoring = self.bounds.scoring
+        predicted = 0.0
+        if self.balance.known:
+            then = self.balance.step_s(after, scoring)
+            predicted = self.balance.step_s(counts, facts.scoring) - then if math.isfinite(then) else 0.0
+        return Proposal(source=source, target=target, scoring=scoring, reason="target",
+                        predicted_s=predicted if math.isfinite(predicted) else 0.0,
+                        cost_s=self.switches.cost(f"{source}>{target}"))  # fmt: skip
+
+    # -- how it went --------------------------------------------------------------------
+
+    def begun(self, proposal: Proposal) -> None:
+        """The move is being made; ``decide`` proposes nothing until it is done or undone."""
+        self._begun = proposal
+        self.switches.begun(
+            SwitchRecord(proposal.kind, self._step, proposal.reason, proposal.predicted_s, proposal.cost_s)
+        )
+
+    def regrets(self, proposal: Proposal) -> bool:
+        """The opposite has been asked for since it was proposed: do not begin it."""
+        if self.target is not None or proposal.source == "spare":
+            return False
+        opposite = "consumption" if proposal.target == "generator" else "generation"
+        return self._asked == opposite and self._streak >= self.bounds.agree_steps
+
+    def resumed(self, proposal: Proposal) -> None:
+        """The move was begun by an earlier process, whose ``state`` was loaded."""
+        self._begun = proposal
+
+    def switched(self, kind: str, seconds: float) -> None:
+        """What a switch of ``kind`` took; later costs are the mean of the last three."""
+        self.switches.switched(kind, seconds)
+
+    def done(self, proposal: Proposal) -> None:
+        """The rank serves its new role from now on; a step that contains the switch is not read."""
+        self._begun, self._shifted = None, False
+        self._counts = {}
+        self.switches.done(proposal.kind)
+        # A short switch of a generator or scorer hides in the step; a resized learner group never does.
+        touches = "learner" in (proposal.source, proposal.target)
+        long = self.switches.cost(proposal.kind) > self.bounds.dead_band * self._step_s
+        self._skip = 1 if touches or long else 0
+
+    def undone(self, proposal: Proposal, again: bool = False) -> None:
+        """Everything is as before the move. It failed, so its kind backs off, unless ``again``."""
+        self._begun = None
+        self._skip = 1
+        self._streak, self._asked = 0, ""
+        self.switches.undone(proposal.kind, self._step, again)
+
+    def _notice_change(self, counts: dict[str, int]) -> None:
+        """Ranks came or went without a move: what was measured no longer compares."""
+        if self._counts and counts != self._counts:
+            self.switches.unsettled("ranks were lost or joined")
+            self._streak, self._asked = 0, ""
+        self._counts = counts
+
+    def state(self) -> dict[str, Any]:
+        """What a restarted controller should remember, as plain values: switch ledger and target."""
+        return {"target": self.target, "switches": self.switches.state()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over ``state()`` of an earlier process; works are measured anew."""
+        self.target = state["target"]
+        self.switches.load(state["switches"])
+
+
+def toward(target: Mapping[str, int], counts: Mapping[str, int], bounds: Bounds) -> tuple[str, str] | None:
+    """(source, target role) of one move towards ``target``, or None; roles without a wish give and take.
+
+    To a role that is short goes a spare, or a rank of the role that has most above its wish, or of the
+    unnamed role that has most above its floor. If none is short, the role with too many gives to an
+    unnamed one, to spare if all are named.
+    """
+    floors = bounds.floors
+    wish = {role: target.get(role, counts[role]) for role in ROLES}
+    short = {role: wish[role] - counts[role] for role in ROLES if wish[role] > counts[role]}
+    over = {role: counts[role] - wish[role] for role in ROLES if wish[role] < counts[role]}
+    if not short:
+        if not over:
+            return None
+        room = {role: (bounds.ceilings.get(role, 0) or math.inf) - counts[role] for role in ROLES}
+        takers = [role for role in ("generator", "learner") if role not in target and room[role] > 0]
+        return max(over, key=lambda role: over[role]), (takers or ["spare"])[0]
+    wanted = max(short, key=lambda role: short[role])
+    if counts.get("spare", 0) > 0:
+        return "spare", wanted
+    if over:
+        return max(over, key=lambda role: over[role]), wanted
+    free = {role: counts[role] - floors.get(role, 0) for role in ROLES if role not in target}
+    giver = max(free, key=lambda role: free[role], default="")
+    return (giver, wanted) if giver and free[giver] > 0 else None

@@ -1,0 +1,67 @@
+"""What a job may do with its ranks: limits, prior switch costs, targets that an operator may set. Pure."""
+
+from collections.abc import Mapping
+
+from cluster.config import Config
+from cluster.errors import ConfigError
+from cluster.ranks import Bounds
+from cluster.roles import ROLES, RoleMap
+from cluster.sim.profile import SwitchProfile
+
+
+def switch_costs(config: Config, times: SwitchProfile, speed: float = 1.0) -> dict[str, float]:
+    """Prior seconds of each kind of move that this job can make; ``speed`` is that of a timed twin."""
+    costs = {"generator>learner": times.generator_learner, "learner>generator": times.learner_generator}
+    if config.scorer.replicas > 0:
+        costs |= {"generator>scorer": times.generator_scorer, "scorer>generator": times.scorer_generator}
+    return {kind: seconds / speed for kind, seconds in costs.items()}
+
+
+def bounds(config: Config) -> Bounds:
+    """Limits and thresholds of ``[elastic]``. Somebody must score unless the learners can."""
+    elastic = config.elastic
+    scorers = config.scorer.replicas > 0 and config.scorer.mode == "decoupled"
+    return Bounds(
+        floors={"generator": elastic.min_generators, "learner": elastic.min_learners, "scorer": int(scorers)},
+        ceilings={"learner": elastic.max_learners},
+        dead_band=elastic.dead_band,
+        agree_steps=elastic.agree_steps,
+        horizon_steps=elastic.horizon_steps,
+        scoring=config.scorer.mode,
+    )
+
+
+def restoring(config: Config, counts: Mapping[str, int]) -> dict[str, int]:
+    """The target of a job that moves nothing by itself: ranks that came back fill the recipe's split."""
+    recipe = {"learner": config.learner.ranks, "generator": config.generator.replicas,
+              "scorer": config.scorer.replicas}  # fmt: skip
+    return {role: max(count, counts[role]) for role, count in recipe.items()}
+
+
+def check_target(
+    config: Config, roles: RoleMap, target: Mapping[str, int], env_workers: int | None, free: int
+) -> int:
+    """Ranks that the cluster has to add for ``target`` (wished counts by role).
+
+    Raises ConfigError naming what forbids it: a floor, a ceiling, or how many ranks are ``free``.
+    """
+    floors, counts = bounds(config).floors, roles.counts()
+    for role, count in target.items():
+        if count < floors.get(role, 0):
+            raise ConfigError(f"{role}s = {count}: at least {floors[role]} must stay")
+    if target.get("scorer", 0) and not config.scorer.replicas:
+        raise ConfigError(f"scorers = {target['scorer']}: this job scores nothing (objective.kl_coef = 0)")
+    most = config.elastic.max_learners
+    if most and target.get("learner", 0) > most:
+        raise ConfigError(f"learners = {target['learner']}: elastic.max_learners is {most}")
+    if env_workers is not None and env_workers < 1:
+        raise ConfigError(f"env_workers = {env_workers}: at least 1 must stay")
+    kept = sum(min(counts[role], floors.get(role, 0)) for role in ROLES if role not in target)
+    owned = sum(counts.values())
+    more = max(0, sum(target.values()) + kept - owned) if target else 0
+    if more > free:
+        asked = ", ".join(f"{role}s = {count}" for role, count in target.items())
+        raise ConfigError(
+            f"{asked} needs {more} more ranks than the {owned} of this job, and the cluster has {free} free"
+        )
+    return more

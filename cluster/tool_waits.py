@@ -1,0 +1,148 @@
+"""How long environments take, learnt online by tool, and how long a cache is worth holding for one.
+
+The hold maximises, over the waits seen (Continuum, arXiv 2511.02230)::
+
+    P(wait <= tau) * recompute_s  -  E[min(wait, tau)] * footprint / capacity
+
+the seconds of the rank that a kept cache saves, less the share of the rank's memory that it takes for as
+long as it is held; both are seconds of one rank. Only ``r = footprint / (capacity * recompute_s)`` matters:
+with ``M = E[min(wait, tau)]`` the objective is ``P - r M``, so the best tau lies where the upper concave hull
+of the points ``(M, P)`` has slope ``r``. The hull is built now and then and searched by bisection.
+"""
+
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
+from itertools import pairwise
+from math import inf
+
+_WINDOW = 256  # waits kept per tool: quantiles to a few per cent, a change of regime shows in a few groups
+_ENOUGH = 20  # waits before a tool's own distribution is believed (else the pooled one, else the prior)
+_TOOLS = 256  # tools told apart; a name beyond that counts as pooled only
+_REFRESH = 0.25  # of the window renewed: the hull is built again
+
+
+class _Waits:
+    """The newest waits of one tool."""
+
+    __slots__ = ("_fresh", "_hold", "_order", "_slope", "_sorted")
+
+    def __init__(self) -> None:
+        self._order: deque[float] = deque()
+        self._sorted: list[float] = []
+        self._slope: list[float] = []  # minus the hull's slopes, rising
+        self._hold: list[float] = []  # tau at the right end of each hull edge
+        self._fresh = 0
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def add(self, seconds: float) -> None:
+        if len(self._order) == _WINDOW:
+            oldest = self._order.popleft()
+            del self._sorted[bisect_left(self._sorted, oldest)]
+        self._order.append(seconds)
+        insort(self._sorted, seconds)
+        self._fresh += 1
+
+    def remaining(self, elapsed: float) -> float | None:
+        """Mean of ``wait - elapsed`` over the waits that are longer; None if there is none."""
+        longer = self._sorted[bisect_right(self._sorted, elapsed) :]
+        return sum(longer) / len(longer) - elapsed if longer else None
+
+    def hold(self, ratio: float) -> float:
+        """argmax of ``P - ratio * M`` at the beginning of a wait, 0 if no hold pays."""
+        if self._fresh > _REFRESH * len(self._sorted):
+            self._build()
+        at = bisect_right(self._slope, -ratio)
+        return self._hold[at - 1] if at else 0.0
+
+    def hold_after(self, elapsed: float, ratio: float) -> float:
+        """The same for a wait that has lasted ``elapsed``: over the longer waits, counted from now."""
+        longer = self._sorted[bisect_right(self._sorted, elapsed) :]
+        best, hold, total = 0.0, 0.0, 0.0
+        for n, wait in enumerate(longer, 1):
+            rest = wait - elapsed
+            total += rest
+            value = n - ratio * (total + (len(longer) - n) * rest)
+            if value > best:
+                best, hold = value, rest
+        return hold
+
+    def _build(self) -> None:
+        """Upper concave hull of (E[min(wait, tau)], P(wait <= tau)) from (0, 0), by a monotone chain."""
+        self._fresh = 0
+        count, total = len(self._sorted), 0.0
+        hull: list[tuple[float, float, float]] = [(0.0, 0.0, 0.0)]
+        for n, wait in enumerate(self._sorted, 1):
+            total += wait
+            mean, share = (total + (count - n) * wait) / count, n / count
+            while len(hull) > 1:
+                (x1, y1, _), (x2, y2, _) = hull[-2], hull[-1]
+                if (y2 - y1) * (mean - x2) > (share - y2) * (x2 - x1):
+                    break
+                hull.pop()
+            hull.append((mean, share, wait))
+        self._slope = [
+            -(y2 - y1) / (x2 - x1) if x2 > x1 else -inf for (x1, y1, _), (x2, y2, _) in pairwise(hull)
+        ]
+        self._hold = [wait for _, _, wait in hull[1:]]
+
+
+class ToolWaits:
+    """Waits by tool; a tool with few of its own is taken to be like all the others."""
+
+    __slots__ = ("_pooled", "_tools")
+
+    def __init__(self) -> None:
+        self._tools: dict[str, _Waits] = {}
+        self._pooled = _Waits()
+
+    def observe(self, tool: str, seconds: float) -> None:
+        """An environment answered ``seconds`` after its turn ended. Negative times count as 0."""
+        seconds = max(0.0, seconds)
+        self._pooled.add(seconds)
+        waits = self._tools.get(tool)
+        if waits is None:
+            if len(self._tools) >= _TOOLS:
+                return
+            waits = self._tools[tool] = _Waits()
+        waits.add(seconds)
+
+    def samples(self, tool: str) -> int:
+        """Waits seen of the tool (at most the window's length)."""
+        return len(self._tools.get(tool, ()))
+
+    def remaining(self, tool: str, elapsed: float) -> float:
+        """Expected seconds until an environment that has taken ``elapsed`` answers.
+
+        Without enough samples, and beyond the longest wait seen, as long again as it has taken (a heavy
+        tail: the scale-free guess).
+        """
+        waits = self._known(tool)
+        expected = waits.remaining(elapsed) if waits is not None else None
+        return elapsed if expected is None else expected
+
+    def best_hold(
+        self, tool: str, elapsed: float, footprint: float, recompute_s: float, capacity: float
+    ) -> float:
+        """Seconds from now for which the cache of ``footprint`` tokens is worth its room (0: not at all).
+
+        ``recompute_s`` is what computing it again costs, ``capacity`` the rank's cache in tokens. Until
+        enough waits are known: as long as holding has cost less than computing again would (the ski-rental
+        rule: at most twice the cost of knowing the wait).
+        """
+        if recompute_s <= 0.0:
+            return 0.0
+        if footprint <= 0.0:
+            return inf
+        ratio = footprint / (capacity * recompute_s)
+        waits = self._known(tool)
+        if waits is None:
+            return 1.0 / ratio
+        return waits.hold_after(elapsed, ratio) if elapsed > 0.0 else waits.hold(ratio)
+
+    def _known(self, tool: str) -> _Waits | None:
+        waits = self._tools.get(tool)
+        if waits is not None and len(waits) >= _ENOUGH:
+            return waits
+        return self._pooled if len(self._pooled) >= _ENOUGH else None

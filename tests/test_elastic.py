@@ -1,0 +1,196 @@
+"""Ranks change their roles, and nodes come and go, while a real job trains: vLLM, FSDP2, Valkey, Ray.
+
+The first test moves ranks by ``springtide scale`` and compares the losses with those of a world that never
+changed; the second kills a Ray node and brings it back.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import REPO, Job
+from ray_nodes import RayNodes
+from test_chaos import check_books
+
+from deploy.replay import replayed
+from learner.record import read_steps
+from tests.tiny_player import make_player
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(900)]
+
+LOSS_TOLERANCE = 1e-5  # losses are of the order of 1; what two worlds round differently is about 1e-7
+SETTINGS: dict[str, Any] = {
+    "run.record": True,
+    "learner.lr": 3e-4,
+    "env.latency": {"mean_s": 0.15, "sigma": 0.5},  # about a second for a step
+    "env.slots": 24,
+}
+
+
+@pytest.fixture(scope="module")
+def player(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield make_player(tmp_path_factory.mktemp("player"))
+    torch.set_num_threads(threads)
+
+
+def scale(job: Job, *words: str, code: int = 0) -> str:
+    """``springtide scale`` on the running job, to its end; returns what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "deploy.cli", "scale", str(job.folder.path), *words],
+        cwd=REPO, env=dict(os.environ, PYTHONPATH=str(REPO)), text=True, timeout=300,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+    )  # fmt: skip
+    assert done.returncode == code, f"{done.stdout}\n{job.tail()}"
+    sys.stdout.write(done.stdout)
+    return done.stdout
+
+
+def reach(job: Job, version: int) -> None:
+    job.wait_for(lambda: job.version() >= version, 300.0, f"version {version}")
+
+
+def check_workers_logs(job: Job) -> None:
+    """Every trajectory that the workers say they ended was trained, once, or was superseded."""
+    trained = Counter(t for step in read_steps(job.folder.record) for t in step.record.trajectories)
+    assert set(trained.values()) == {1}
+    ended: Counter[str] = Counter()
+    for file in job.folder.workers.glob("ends-*.jsonl"):
+        for line in file.read_text().splitlines():
+            ended[json.loads(line)["trajectory"]] += 1
+    assert set(trained) <= set(ended)
+    ledger = job.summary()["ledger"]
+    lost = sum(sum(ledger[state].values()) for state in ("dropped", "abandoned", "failed"))
+    assert ledger["admitted"] == len(trained) + lost
+
+
+def worlds(job: Job) -> list[int]:
+    """Learner ranks of each step, as the step's metrics have them."""
+    return [int(step.metrics["learners"]) for step in read_steps(job.folder.record)]
+
+
+def changes(values: list[int]) -> list[int]:
+    """The values, each once in a row."""
+    return [value for i, value in enumerate(values) if i == 0 or value != values[i - 1]]
+
+
+async def test_ranks_move_both_ways_and_the_losses_are_those_of_a_fixed_world(
+    player: Path, tmp_path: Path
+) -> None:
+    """Learner world 1 -> 2 -> 1 and generators 2 -> 1 -> 2 within one run."""
+    steps = 60
+    job = Job(tmp_path, steps, player, **SETTINGS | {"generator.replicas": 2})
+    with job.running():
+        reach(job, 4)
+        said = scale(job, "--generators", "9", code=2)
+        assert len(said.splitlines()) == 1 and "free" in said
+        said = scale(job, "--generators", "1", "--learners", "2")
+        assert said.startswith("generators 2 -> 1, learners 1 -> 2") and "gather" in said
+        reach(job, job.version() + 4)
+        assert job.version() < steps - 20, "the way back has to fit in"
+        said = scale(job, "--generators", "2", "--learners", "1")
+        assert "learner > generator, done" in said
+        assert "generator 2, learner 1" in scale(job, "--show")
+        assert job.wait(300.0) == 0, job.tail()
+    await check_books(job, steps)
+    check_workers_logs(job)
+    assert changes(worlds(job)) == [1, 2, 1]
+    summary = job.summary()
+    assert summary["roles"] == {"generator": 2, "learner": 1}
+    assert not summary["restarts"], "what is replaced on purpose has not died"
+    moves = summary["moves"]
+    assert [(move["kind"], move["state"]) for move in moves] == [
+        ("generator>learner", "done"), ("learner>generator", "done"),
+    ]  # fmt: skip
+    for move in moves:
+        sys.stdout.write(f"{json.dumps(move)}\n")
+        assert move["parts"] and all(seconds >= 0 for seconds in move["parts"].values())
+        assert 0 < sum(move["parts"].values()) <= move["seconds"] + 0.5
+    compared = replayed(job.config, job.folder.record, player)
+    worst = max(one.difference for one in compared)
+    sys.stdout.write(f"largest loss difference to a world of one: {worst:.2e}\n")
+    assert len(compared) == steps and worst < LOSS_TOLERANCE
+
+
+async def test_a_node_with_a_generator_and_a_worker_is_lost_and_comes_back(
+    player: Path, tmp_path: Path
+) -> None:
+    """The job goes on with one generator, plays the worker's groups elsewhere, and uses the node again."""
+    steps = 60
+    with RayNodes(cpus=3) as cluster:  # the head has room for one worker, each other node for two of anything
+        cluster.add("a", cpus=2)
+        cluster.add("b", cpus=2)
+        more = {"generator.replicas": 2, "env.workers": 2, "cluster.address": cluster.address}
+        job = Job(tmp_path, steps, player, **SETTINGS | more)
+        with job.running():
+            reach(job, 2)
+            name, lost = node_of(job, cluster, "worker-1")
+            assert lost == {"worker-1", "generator-1"}
+            kill(job, cluster, name)
+            reach(job, job.version() + 4)
+            job.wait_for(lambda: "worker-1" in job.processes(), 60.0, "its env worker lives elsewhere")
+            assert "lost 1" in scale(job, "--show")
+            cluster.add(name, cpus=2)
+            job.wait_for(lambda: job.trace("ranks_joined"), 90.0, "its rank is taken in")
+            scale(job, "--generators", "2")
+            assert job.version() < steps - 3
+            assert job.wait(300.0) == 0, job.tail()
+        await check_books(job, steps)
+    check_workers_logs(job)
+    assert set(worlds(job)) == {1}
+    summary = job.summary()
+    assert summary["nodes_lost"] == 1 and summary["roles"] == {"generator": 2, "learner": 1}
+
+
+async def test_a_node_with_a_learner_is_lost_and_comes_back(player: Path, tmp_path: Path) -> None:
+    """The learner group is rebuilt with the rank that is left, and grows again; losses stay the same."""
+    steps = 60
+    with RayNodes(cpus=4) as cluster:  # one rank fits on each node
+        cluster.add("a", cpus=1)
+        cluster.add("b", cpus=1)
+        more = {"learner.ranks": 2, "cluster.address": cluster.address}
+        job = Job(tmp_path, steps, player, **SETTINGS | more)
+        with job.running():
+            reach(job, 7)
+            name, lost = node_of(job, cluster, "learner-1")
+            assert lost == {"learner-1"}
+            kill(job, cluster, name)
+            reach(job, job.version() + 4)
+            cluster.add(name, cpus=1)
+            job.wait_for(lambda: job.trace("ranks_joined"), 90.0, "its rank is taken in")
+            scale(job, "--learners", "2")
+            assert job.version() < steps - 3
+            assert job.wait(300.0) == 0, job.tail()
+        await check_books(job, steps)
+    check_workers_logs(job)
+    assert changes(worlds(job)) == [2, 1, 2]
+    compared = replayed(job.config, job.folder.record, player)
+    worst = max(one.difference for one in compared)
+    sys.stdout.write(f"largest loss difference to a world of one: {worst:.2e}\n")
+    assert len(compared) == steps and worst < LOSS_TOLERANCE
+
+
+def node_of(job: Job, cluster: RayNodes, component: str) -> tuple[str, set[str]]:
+    """The node that a component runs on, and all of ours that run there."""
+    there: dict[str, set[str]] = {}
+    for name, process in job.processes().items():
+        above = {parent.pid for parent in process.parents()}
+        for node, head in cluster.nodes.items():
+            if head.pid in above:
+                there.setdefault(node, set()).add(name)
+    return next((node, names) for node, names in there.items() if component in names)
+
+
+def kill(job: Job, cluster: RayNodes, node: str) -> None:
+    """Kill the node, and wait until the controller knows."""
+    job.remains()  # remembers the children of what is about to die
+    cluster.kill(node)
+    job.wait_for(lambda: job.trace("ranks_lost"), 60.0, "the loss is noticed")

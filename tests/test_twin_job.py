@@ -1,0 +1,145 @@
+"""Jobs of timed twins: Ray, Valkey, controller, feeder, workers and every rank, and no model anywhere."""
+
+import hashlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.tokens import make_tokens
+from tests.jobs import Job
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+TWIN: dict[str, Any] = {
+    "env.name": "load",
+    "env.params": {"workload": "twin"},
+    "env.sandbox": "inline",
+    "env.max_turns": 16,
+    "env.slots": 40,
+    "harness.max_context": 1024,
+    "harness.max_new_tokens": 64,
+    "generator.replicas": 5,
+    "learner.ranks": 2,
+    "learner.row_tokens": 1024,
+    "learner.micro_rows": 2,
+    "objective.kl_coef": 0.01,
+    "scorer.replicas": 1,
+    "twin.profile": "twin",
+    "run.deadline_s": 90.0,
+}
+
+
+def twin_job(root: Path, steps: int, **settings: Any) -> Job:
+    root.mkdir(parents=True, exist_ok=True)
+    make_tokens(root / "model")
+    return Job(root, steps, root / "model", **(TWIN | settings))
+
+
+def check(job: Job, steps: int) -> dict[str, Any]:
+    """What must hold of every finished job; returns the summary."""
+    summary = job.summary()
+    assert summary["steps"] == steps
+    ledger = summary["ledger"]
+    assert ledger["balanced"] and ledger["audited"] and ledger["pending"] == 0
+    assert summary["goodput_tok_s"] > 0
+    assert summary["lag"]["max"] <= summary["lag"]["bound"]
+    assert 0 < summary["cpu_share"] < 1
+    assert digest_of(job, steps) == digest_told(job, steps)
+    return summary
+
+
+def digest_of(job: Job, steps: int) -> str:
+    """What a learner's state must be that applied every step once, in order."""
+    tokens = {int(step["step"]): int(step["trained_tokens"]) for step in job.metrics()}
+    state = hashlib.sha256(b"initial").hexdigest()
+    for step in range(1, steps + 1):
+        state = hashlib.sha256(f"{state}/{step}/{tokens[step]}".encode()).hexdigest()
+    return state
+
+
+def digest_told(job: Job, steps: int) -> str:
+    """What the last checkpoint says it is."""
+    told = json.loads((job.folder.checkpoints / f"step-{steps:06d}" / "twin.json").read_text())
+    return str(told["digest"])
+
+
+@pytest.mark.timeout(300)
+def test_eight_ranks_end_to_end(tmp_path: Path) -> None:
+    job = twin_job(tmp_path, 20)
+    with job.running():
+        assert job.wait(240.0) == 0, job.tail()
+    summary = check(job, 20)
+    assert summary["ledger"]["trained"] == 20 * 16
+    (cpu,) = job.trace("cpu")
+    assert not job.remains()
+    # A process with torch inside has more than 400 MB.
+    assert max(cpu["rss_mb"].values()) < 300, cpu["rss_mb"]
+
+
+@pytest.mark.timeout(300)
+def test_kills_cost_time_and_nothing_else(tmp_path: Path) -> None:
+    """A generator, a learner, a scorer and the feeder die; the job ends with every book balanced."""
+    job = twin_job(tmp_path, 16, **{"run.checkpoint_every": 4})
+    with job.running():
+        for at, name in ((3, "generator-1"), (5, "learner-1"), (7, "scorer-0"), (9, "feeder")):
+            job.wait_for(lambda at=at: job.version() >= at, 120.0, f"step {at}")
+            job.processes()[name].kill()
+        assert job.wait(200.0) == 0, job.tail()
+    check(job, 16)
+    assert len(job.trace("component_died")) >= 4
+
+
+@pytest.mark.timeout(240)
+def test_thirty_two_ranks(tmp_path: Path) -> None:
+    """24 generators, 6 learners, 2 scorers on this machine, in less than three minutes with their start."""
+    begun = time.monotonic()
+    job = twin_job(
+        tmp_path,
+        15,
+        **{
+            "generator.replicas": 24,
+            "learner.ranks": 6,
+            "scorer.replicas": 2,
+            "env.workers": 2,
+            "env.slots": 96,
+            "run.groups_per_step": 8,
+            "run.group_size": 8,
+        },
+    )
+    with job.running():
+        assert job.wait(200.0) == 0, job.tail()
+    assert time.monotonic() - begun < 180
+    summary = check(job, 15)
+    assert summary["ranks"]["generator"] == 24
+
+
+@pytest.mark.timeout(400)
+def test_ranks_follow_the_load(tmp_path: Path) -> None:
+    """One phase asks for generators, the next for learners: ranks move both ways, nothing is lost."""
+    job = twin_job(
+        tmp_path,
+        40,
+        **{
+            "env.params": {"workload": "twin-shift"},
+            "env.slots": 80,
+            "generator.replicas": 2,
+            "objective.kl_coef": 0.0,
+            "scorer.replicas": 0,
+            "run.max_lag": 4,
+            "elastic.enabled": True,
+            "twin.profile": "twin-shift",
+            "twin.speed": 4.0,
+        },
+    )
+    with job.running():
+        assert job.wait(300.0) == 0, job.tail()
+    check(job, 40)
+    ranks = [step["ranks"] for step in job.metrics()]
+    assert max(r["generator"] for r in ranks) == 3, ranks
+    assert max(r["learner"] for r in ranks) == 3, ranks
+    assert all(r["generator"] + r["learner"] == 4 for r in ranks)
+    resized = job.trace("resized")
+    assert len(resized) >= 3 and not any(event["error"] for event in resized)
