@@ -25,6 +25,7 @@ from msgspec.structs import replace
 from actors.gate import MOVED, NO_PLACE
 from actors.lane import Lane, Lost
 from actors.rollout import completion_fault
+from cluster.affinity import place
 from cluster.config import GeneratorConfig
 from cluster.errors import BadRequest, EngineFailed, StaleEpoch
 from cluster.messages import Table
@@ -35,7 +36,6 @@ T = TypeVar("T")
 
 KV_KINDS = ("first_turn", "same_rank", "migrated", "post_sync")
 _REMEMBERED = 65536  # sessions and groups whose place is kept
-_GROUP_SLACK = 4  # requests by which a group's generator may be busier than the least busy
 _BACKOFF_S = 0.1
 _BACKOFF_MAX_S = 5.0
 
@@ -256,27 +256,26 @@ class Router:
             await self._wait_change(max(0.001, min([deadline, *rests]) - now))
 
     def _prefer(self, request: Request, usable: list[Lane]) -> Lane:
-        """Session's own, then the group's, then that with most room or the least busy; remembers the group's.
-
-        Room counts if the request fits into any; if it fits nowhere, whoever has least to do will have it.
-        """
+        """Where the session was, else as cluster/affinity.py says; remembers where the group is."""
         session = request.session
-        by_name = {lane.name: lane for lane in usable}
-        place = self._places.get(session)
-        if place is not None and place.generator in by_name:
-            return by_name[place.generator]
-        least = min(usable, key=lambda lane: (lane.load, lane.name))
-        if self._gated:
-            need = len(request.prompt) // 4 + request.sampling.max_tokens
-            roomy = max(usable, key=lambda lane: (lane.room, -lane.load))
-            least = roomy if roomy.room >= need else least
+        names = [lane.name for lane in usable]
+        before = self._places.get(session)
+        if before is not None and before.generator in names:
+            return usable[names.index(before.generator)]
+        usable = sorted(usable, key=lambda lane: lane.name)
         group = request.group or session.rpartition(".")[0] or session
-        home = by_name.get(self._groups.get(group, ""))
-        if home is not None and home.load <= least.load + _GROUP_SLACK:
-            return home
+        home = self._groups.get(group, "")
+        chosen = usable[
+            place(
+                [lane.load for lane in usable],
+                [lane.room for lane in usable] if self._gated else None,
+                len(request.prompt) // 4 + request.sampling.max_tokens,
+                next((i for i, lane in enumerate(usable) if lane.name == home), -1),
+            )
+        ]
         if session:
-            _remember(self._groups, group, least.name)
-        return least
+            _remember(self._groups, group, chosen.name)
+        return chosen
 
     def _account(self, request: Request, completion: Completion, name: str) -> None:
         """Count prefix hits by kind, and remember where the session is."""

@@ -10,21 +10,33 @@ generators, learners and scorers, the model says::
     step     = max(generate, train) + serial * min(generate, train) + fixed
 
 ``serial`` is 0 when generation and training overlap fully and 1 when they alternate (staleness bound 0);
-it and ``fixed`` are measured, so one formula covers both ends. ``L`` follows from the saturation ``u`` of
-the generators: a decode iteration takes ``base + b * per_sequence``, a fixed number of sequences spread
-over ``n`` ranks generates at ``C / (base + C * per_sequence / n)``, so of the busy time the share ``u`` (that
-of the term with ``b``) shrinks with ``n`` and ``1 - u`` does not.
+it and ``fixed`` are measured, so one formula covers both ends. ``L`` is there because generators share out
+sequences, not work: a decode iteration takes ``base + b * per_sequence``, so a fixed number of sequences
+spread over ``n`` ranks generates at ``C / (base + C * per_sequence / n)``, and of the time only the share
+``u`` (*saturation*) of the term with ``b`` shrinks with ``n``; the longest episode does not shrink at all.
+Either the caller knows ``u``, or ``Saturation`` learns it from what happened when the count changed.
+
+While the ready queue fills or drains, generators make more or fewer groups than a step trains. What the
+trained ones took is the busy time times trained / made, ``made = trained + growth of the queue``.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Literal
 
 ALPHA = 0.3
 """Weight of a new step in the running means: three steps carry two thirds."""
 JUMP = 0.3
 """Two steps in a row that leave the mean by more than this share, on one side, are a new load."""
+
+POINTS = 24
+"""Steps that the saturation is learned from."""
+BELIEF = 0.5
+"""Standard deviation of the belief in the slope, as a share of it: what is seen counts by its own noise."""
+LEAST_NOISE = 0.05
+"""Step times are never known better than to this share."""
 
 Phase = Literal["train", "eval", "cold"]
 Scoring = Literal["decoupled", "colocated"]
@@ -48,7 +60,7 @@ class StepFacts:
     groups: int = 0  # trained in this step; 0 if unknown
     depth: int = 0  # ready groups at the commit, after those of the batch are gone
     fill: float = 1.0  # groups in the batch / run.groups_per_step
-    saturation: float = 1.0  # u of the module docstring; 1 if unknown
+    saturation: float | None = None  # u of the module docstring; None: to be learned
     phase: Phase = "train"  # cold: the pipeline still fills; eval: held-out tasks run
     scoring: Scoring = "decoupled"  # how this step's batch was scored
 
@@ -78,9 +90,57 @@ class Estimate:
         self.value += ALPHA * away
         return False
 
+    def rescale(self, factor: float) -> None:
+        """The unit has changed."""
+        self._strays = [stray * factor for stray in self._strays]
+        if self.value is not None:
+            self.value *= factor
+
     def get(self) -> float:
         """The mean; 0 before the first step."""
         return self.value if self.value is not None else 0.0
+
+
+class Saturation:
+    """Share of the generation time that more generators shorten, from (generators, seconds) of past steps.
+
+    A regression of seconds on ``1 / generators`` that is drawn towards what was believed before: with few
+    points, noisy ones, or counts that hardly differed, the belief stays. It begins at 1 (all of it).
+    """
+
+    def __init__(self) -> None:
+        self.share = 1.0  # at the present reference count
+        self.reference = 0  # generators at the first step
+        self._prior = 1.0  # belief before the points
+        self._points: list[tuple[int, float]] = []
+
+    def scale(self, generators: int) -> float:
+        """Generation time with ``generators``, in units of that with the reference count."""
+        return 1 - self.share + self.share * self.reference / generators
+
+    def add(self, generators: int, seconds: float) -> None:
+        """One step took so long to generate."""
+        self.reference = self.reference or generators
+        if len(self._points) >= POINTS:
+            self._prior, self._points = self.share, self._points[POINTS // 2 :]
+        self._points.append((generators, seconds))
+        x = [self.reference / n for n, _ in self._points]
+        y = [seconds for _, seconds in self._points]
+        mean_x, mean_y = fmean(x), fmean(y)
+        spread = math.fsum((a - mean_x) ** 2 for a in x)
+        if mean_y <= 0 or spread <= 0 or len(x) < 4:
+            return
+        believed = self._prior * mean_y / (1 - self._prior + self._prior * mean_x)
+        seen = math.fsum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
+        rest = math.fsum((b - mean_y) ** 2 for b in y) - seen * seen / spread
+        noise = max(LEAST_NOISE**2, rest / (len(x) - 2) / mean_y**2)
+        weight = noise / BELIEF**2
+        slope = min(mean_y / mean_x, max(0.0, (seen + weight * believed) / (spread + weight)))
+        self.share = min(1.0, slope / (slope + mean_y - slope * mean_x))
+
+    def shifted(self) -> None:
+        """A new load: keep the belief and the two steps that showed it."""
+        self._prior, self._points = self.share, self._points[-2:]
 
 
 @dataclass
@@ -89,8 +149,8 @@ class Balance:
 
     scaling: float = 0.97  # of learner ranks, per doubling
     swap_s: float = 0.0  # seconds that colocated scoring adds to a step by swapping models
-    generation: Estimate = field(default_factory=Estimate)
-    latency: Estimate = field(default_factory=Estimate)
+    generation: Estimate = field(default_factory=Estimate)  # seconds with the reference count
+    saturation: Saturation = field(default_factory=Saturation)
     training: Estimate = field(default_factory=Estimate)
     scoring: Estimate = field(default_factory=Estimate)
     serial: Estimate = field(default_factory=Estimate)
@@ -109,13 +169,14 @@ class Balance:
     def observe(self, facts: StepFacts, counts: Mapping[str, int]) -> bool:
         """Take a step made with ``counts``; True when the load has just shifted."""
         generators, learners = max(1, counts["generator"]), max(1, counts["learner"])
-        saturation = min(1.0, max(0.0, facts.saturation))
-        busy = facts.generator_busy_s * self._trained_share(facts)
-        self.latency.add((1 - saturation) * busy / generators)
+        seconds = facts.generator_busy_s * self._trained_share(facts) / generators
+        self._learn_saturation(facts, generators, seconds)
         efficiency = self.speed(learners) / learners
-        shifted = self.generation.add(saturation * busy)
+        shifted = self.generation.add(seconds / self.saturation.scale(generators))
         shifted |= self.training.add(facts.learner_busy_s * efficiency)
         shifted |= self.scoring.add(facts.scorer_busy_s)
+        if shifted:
+            self.saturation.shifted()
         self.fixed.add(facts.sync_s)
         if facts.phase == "train":
             sides = sorted((self._generate(counts), self._train(counts, facts.scoring)))
@@ -123,6 +184,19 @@ class Balance:
             if 0 < sides[0] < math.inf and sides[1] < math.inf:
                 self.serial.add(min(1.0, max(0.0, rest / sides[0])))
         return shifted
+
+    def _learn_saturation(self, facts: StepFacts, generators: int, seconds: float) -> None:
+        """A belief that changes does not change what the present count takes."""
+        saturation = self.saturation
+        before = saturation.scale(generators) if saturation.reference else 1.0
+        if facts.saturation is not None:
+            saturation.reference = saturation.reference or generators
+            saturation.share = min(1.0, max(0.0, facts.saturation))
+        elif facts.phase != "cold":
+            saturation.add(generators, seconds)
+        else:
+            saturation.reference = saturation.reference or generators
+        self.generation.rescale(before / saturation.scale(generators))
 
     def _trained_share(self, facts: StepFacts) -> float:
         """Groups trained / groups made in the step; 1 if unknown."""
@@ -141,7 +215,7 @@ class Balance:
 
     def _generate(self, counts: Mapping[str, int]) -> float:
         generators = counts["generator"]
-        return self.latency.get() + self.generation.get() / generators if generators > 0 else math.inf
+        return self.generation.get() * self.saturation.scale(generators) if generators > 0 else math.inf
 
     def _train(self, counts: Mapping[str, int], scoring: Scoring) -> float:
         speed = self.speed(counts["learner"])

@@ -36,7 +36,6 @@ from cluster.ranks import (
     RankMachine,
     Scoring,
     StepFacts,
-    SwitchRecord,
     choose_rank,
 )
 from cluster.roles import SPARE, RoleMap, member_name
@@ -173,7 +172,7 @@ class Elastic:
             "target": self.map.target,
             "workers": self.map.workers,
             "scoring": self.scoring(),
-            "switches": [shown(record) for record in self.machine.ledger[-SHOWN_RECORDS:]],
+            "switches": [asdict(record) for record in self.machine.ledger[-SHOWN_RECORDS:]],
         }
 
     def scoring(self) -> str:
@@ -454,13 +453,6 @@ class Elastic:
         self.trace(event, {"move": move.id, "rank": move.rank, "source": move.source, "target": move.target,
                            "epoch": self.map.epoch, "reason": move.reason, "cost_s": move.cost_s,
                            "predicted_s": move.predicted_s})  # fmt: skip
-
-
-def shown(record: SwitchRecord) -> dict[str, Any]:
-    """A line of the switch ledger without its raw readings."""
-    plain = asdict(record)
-    del plain["after"]
-    return plain
 
 
 def _proposal(move: Move, scoring: Scoring) -> Proposal:

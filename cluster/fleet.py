@@ -72,6 +72,7 @@ class Slot:
     healthy: bool = False
     failures: int = 0
     restarts: int = 0
+    back: bool = False  # it has just become a member again: what it waited meanwhile is nobody's loss
     totals: Totals = field(default_factory=Totals)
     busy: list[tuple[float, float]] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
@@ -98,8 +99,9 @@ class Slot:
         totals.sync_s += health.sync_s - (old.sync_s if old else 0.0)
         totals.busy_s += sum(end - start for start, end in health.busy)
         starved = health.starved_s - (old.starved_s if old else 0.0)
-        if starved > 0 and old is not None:  # what a process waited before it was known is nobody's loss
+        if starved > 0 and old is not None and not self.back:  # nor what a process waited before it was known
             totals.starved_s[cause] = totals.starved_s.get(cause, 0.0) + starved
+        self.back = False
         self.busy.extend(health.busy)
         self.health = health
 
@@ -186,7 +188,7 @@ class Fleet:
         if name in self.slots:
             return
         slot = self._away.pop(name, None) or Slot(name)
-        slot.port, slot.healthy, slot.acked = None, False, -1
+        slot.port, slot.healthy, slot.acked, slot.back = None, False, -1, True
         self.slots[name] = slot
         await self.grow()
         if self._group is not None and not self._stopping:

@@ -2,19 +2,21 @@
 
 The rule, in the order in which it is applied (``RankMachine.decide``):
 
-1. *Deficit.* ``d = (TWT / learners - RWT / generators) / step_s``: the share of a step that a learner waits
-   minus the share that a generator waits. ``d`` above the dead band asks for generation, below minus the
-   dead band for consumption. Two signs of TideRL (arXiv:2608.10402) count inside the band: a batch that
-   formed short (``fill < 1``) asks for generation, a head of line older than ``tau`` steps for consumption.
-   Waiting for scores is a deficit of consumption too: groups are there, but are not scored.
-2. *Agreement.* ``agree_steps`` steps in a row ask for the same. The steps that contain a switch are not read.
+1. *Deficit.* ``d = (TWT / learners - RWT / generators) / step_s``: the share of a step (barrier and switches
+   left out) that a learner waits minus the share that a generator waits. ``d`` above the dead band asks
+   for generation, below minus the dead band for consumption. Two signs of TideRL (arXiv:2608.10402) count
+   inside the band: a batch that formed short (``fill < 1``) asks for generation, a head of line older than
+   ``tau`` steps for consumption. Waiting for scores is a deficit of consumption too: groups are there, but
+   are not scored.
+2. *Agreement.* ``agree_steps`` steps in a row ask for the same. A step that a switch took most of is not
+   read; while the deficit lasts, every further step may move a rank.
 3. *Gain.* Of the adjacent assignments (one rank moved; scoring decoupled or colocated decided with it), the
    one with the largest ``saving * horizon_steps - cost``, if that is positive. ``saving`` is predicted by
    ``cluster/balance.py`` and scaled by what earlier moves of the kind realised; ``cost`` is the mean of the
    last three switches of the kind, or the prior.
-4. *Bounds.* Floors, ceilings, one move at a time. The reverse of the last move needs twice the dead band and
-   pays both switches; within ``horizon_steps`` of it, it also needs a load that has shifted since. A kind
-   that failed backs off for 4, 8, 16 ... steps.
+4. *Bounds.* Floors, ceilings, one move at a time. The reverse of the last move needs twice the dead band;
+   unless the load has shifted since, it also has to be ``horizon_steps`` later and to pay both switches.
+   A kind that failed backs off for 4, 8, 16 ... steps.
 
 During cold start and evaluation, generation is favoured: its proposals need no second step, and consumption
 asks for nothing. Spare ranks serve nobody, so they go wherever the model sees a saving, at once. An
@@ -37,6 +39,8 @@ from cluster.messages import RankRow
 from cluster.switches import SwitchLedger
 from cluster.switches import SwitchRecord as SwitchRecord
 
+LONG_SWITCH = 0.5
+"""A switch of more than this share of a step leaves too little of it to judge by."""
 ROLES = ("generator", "scorer", "learner")
 
 
@@ -72,10 +76,11 @@ class Proposal:
 
 def deficit(facts: StepFacts, counts: Mapping[str, int]) -> float:
     """``d`` of the module docstring: positive when learners wait more than generators do."""
-    if facts.step_s <= 0:
+    worked_s = facts.step_s - facts.sync_s
+    if worked_s <= 0:
         return 0.0
     learners, generators = max(1, counts["learner"]), max(1, counts["generator"])
-    return (facts.twt_s / learners - facts.rwt_s / generators) / facts.step_s
+    return (facts.twt_s / learners - facts.rwt_s / generators) / worked_s
 
 
 def choose_rank(rows: Sequence[RankRow], source: str, target: str) -> int:
@@ -233,7 +238,7 @@ class RankMachine:
     def _gain(self, proposal: Proposal) -> float:
         """Seconds won over the horizon. A spare that begins to generate or score keeps nobody waiting."""
         free = proposal.source == "spare" and proposal.target != "learner"
-        switches = 0 if free else 2 if self._undoes(proposal.kind) else 1
+        switches = 0 if free else 2 if self._undoes(proposal.kind) and not self._shifted else 1
         return proposal.predicted_s * self.bounds.horizon_steps - switches * proposal.cost_s
 
     def _cold(self, facts: StepFacts, counts: Mapping[str, int], agreed: str) -> Proposal | None:
@@ -299,10 +304,7 @@ class RankMachine:
         self._begun, self._shifted = None, False
         self._counts = {}
         self.switches.done(proposal.kind)
-        # A short switch of a generator or scorer hides in the step; a resized learner group never does.
-        touches = "learner" in (proposal.source, proposal.target)
-        long = self.switches.cost(proposal.kind) > self.bounds.dead_band * self._step_s
-        self._skip = 1 if touches or long else 0
+        self._skip = int(self.switches.cost(proposal.kind) > LONG_SWITCH * self._step_s)
 
     def undone(self, proposal: Proposal, again: bool = False) -> None:
         """Everything is as before the move. It failed, so its kind backs off, unless ``again``."""

@@ -1,20 +1,28 @@
-"""The switch ledger: each move with predicted and realised saving and cost, and what they teach. Pure."""
+"""The switch ledger: each move with predicted and realised saving and cost, and what they teach. Pure.
+
+The saving of a move is realised as the mean time of the settled steps before it minus that of the settled
+steps after it. Moves that follow each other too fast for that are measured *together*, from before the
+first to after the last, and share the realised saving in proportion to what each had predicted.
+"""
 
 import math
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, variance
 from typing import Any
 
-MEASURE_STEPS = 4
-"""Settled steps over which a move's saving is measured (fewer if another move follows)."""
+MEASURE_STEPS = 5
+"""Settled steps on either side over which a saving is measured."""
+LEAST_STEPS = 2
+"""With fewer settled steps before the next move, the two are measured together."""
 BACKOFF_STEPS = 4
 """A kind that failed waits this long, then twice as long, and so on up to 64 steps."""
 KEPT_RECORDS = 200
 TRUST = (0.2, 1.5)
 """Bounds of realised / predicted, as far as it scales later predictions: one bad reading teaches little."""
-NOISE = 0.05
-"""A predicted saving below this share of a step drowns in the noise of step times and teaches nothing."""
+NOISES = 2.0
+"""A saving teaches only if it was predicted to be this many standard errors of the measurement."""
 
 
 @dataclass
@@ -27,12 +35,12 @@ class SwitchRecord:
     predicted_s: float  # saving per step
     cost_predicted_s: float
     cost_s: float | None = None  # measured
-    realised_s: float | None = None  # mean step before minus mean step after
-    steps: int = 0  # settled steps behind ``realised_s``
+    realised_s: float | None = None  # mean step before minus mean step after, or its share of that
+    noise_s: float | None = None  # standard error of ``realised_s``
+    steps: int = 0  # settled steps after it
+    together: int = 1  # moves that were measured together
     state: str = "begun"  # begun, done or undone
     void: str = ""  # why no saving can be told
-    before_s: float = 0.0
-    after: list[float] = field(default_factory=list)  # settled step times so far
 
 
 class SwitchLedger:
@@ -46,7 +54,9 @@ class SwitchLedger:
         self._failures: dict[str, int] = {}
         self._blocked: dict[str, int] = {}  # kind -> first step at which it may be tried again
         self._news: dict[str, Any] = {}  # metrics since ``take_news``
-        self._recent: deque[float] = deque(maxlen=MEASURE_STEPS)  # settled step times since the last move
+        self._open: list[SwitchRecord] = []  # made, and to be measured together
+        self._before: list[float] = []  # settled steps before the first of them
+        self._settled: list[float] = []  # settled steps since the last move, the newest
 
     @property
     def last(self) -> str:
@@ -56,10 +66,14 @@ class SwitchLedger:
     # -- the life of a move -------------------------------------------------------------
 
     def begun(self, record: SwitchRecord) -> None:
-        """A move begins; what is known of the one before it is closed."""
-        self._close()
-        record.before_s = math.fsum(self._recent) / len(self._recent) if self._recent else 0.0
-        if not self._recent:
+        """A move begins; those before it are closed if enough was seen of them."""
+        if len(self._settled) >= LEAST_STEPS or not self._open:
+            self._close()
+            self._before = list(self._settled)
+        elif self._open[-1].move != record.move:
+            self._void("another kind of move followed at once")
+            self._before = list(self._settled)
+        if not self._before:
             record.void = "no settled step before it"
         self.records = [*self.records[1 - KEPT_RECORDS :], record]
 
@@ -75,8 +89,10 @@ class SwitchLedger:
         """The last move was made."""
         if self.records and self.records[-1].state == "begun":
             self.records[-1].state = "done"
+            if not self.records[-1].void:
+                self._open.append(self.records[-1])
         self._failures.pop(kind, None)
-        self._recent.clear()
+        self._settled = []
 
     def undone(self, kind: str, step: int, again: bool = False) -> None:
         """The last move was undone: its kind backs off, unless it may be tried ``again`` at once."""
@@ -97,45 +113,46 @@ class SwitchLedger:
 
     def settled(self, step_s: float) -> None:
         """A step of the steady run, without a switch, took ``step_s`` (barrier left out)."""
-        self._recent.append(step_s)
-        if (record := self._open()) is not None:
-            record.after.append(step_s)
-            if len(record.after) >= MEASURE_STEPS:
-                self._close()
+        self._settled = [*self._settled[1 - MEASURE_STEPS :], step_s]
+        if self._open and len(self._settled) >= MEASURE_STEPS:
+            self._close()
 
     def unsettled(self, why: str) -> None:
         """Earlier step times no longer compare with later ones."""
-        if (record := self._open()) is not None:
-            record.void = why
-        self._recent.clear()
+        self._void(why)
+        self._settled = []
 
     def shifted(self) -> None:
         """A new load: what moves realised under the old one says little about it."""
         self.unsettled("the load shifted")
         self._trust.clear()
 
-    def _open(self) -> SwitchRecord | None:
-        """The record whose saving is being measured."""
-        record = self.records[-1] if self.records else None
-        if record is None or record.state != "done" or record.void or record.realised_s is not None:
-            return None
-        return record
+    def _void(self, why: str) -> None:
+        for record in self._open:
+            record.void = why
+        self._open = []
 
     def _close(self) -> None:
-        """Turn the settled steps since the last move into its realised saving."""
-        record = self._open()
-        if record is None:
+        """Tell what the open moves have saved."""
+        opened, self._open = self._open, []
+        if not opened:
             return
-        if not record.after:
-            record.void = "no settled step after it"
-            return
-        record.steps = len(record.after)
-        record.realised_s = record.before_s - math.fsum(record.after) / record.steps
-        self._news["switch_realised_s"] = record.realised_s
-        if record.steps >= 2 and record.predicted_s > NOISE * record.before_s:
-            low, high = TRUST
-            ratio = record.realised_s / record.predicted_s * self.trust(record.move)
-            self._trust.setdefault(record.move, deque(maxlen=3)).append(min(high, max(low, ratio)))
+        predicted = math.fsum(record.predicted_s for record in opened)
+        realised = fmean(self._before) - fmean(self._settled)
+        noise = _standard_error(self._before, self._settled)
+        for record in opened:
+            share = record.predicted_s / predicted if predicted > 0 else 1 / len(opened)
+            record.realised_s, record.noise_s = share * realised, None if noise is None else share * noise
+            record.steps, record.together = len(self._settled), len(opened)
+        self._news["switch_realised_s"] = opened[-1].realised_s
+        if noise is not None and predicted > NOISES * noise:
+            self._learn(opened[-1].move, realised / predicted)
+
+    def _learn(self, kind: str, ratio: float) -> None:
+        """Predictions are scaled by the trust already: what counts is the ratio to the bare one."""
+        low, high = TRUST
+        bare = min(high, max(low, ratio * self.trust(kind)))
+        self._trust.setdefault(kind, deque(maxlen=3)).append(bare)
 
     # -- what it teaches ----------------------------------------------------------------
 
@@ -183,3 +200,10 @@ class SwitchLedger:
         for record in self.records:
             if record.realised_s is None and not record.void:
                 record.void = "the controller was restarted"
+
+
+def _standard_error(before: Sequence[float], after: Sequence[float]) -> float | None:
+    """Of the difference of their means; None where a single step says nothing of noise."""
+    if min(len(before), len(after)) < 2:
+        return None
+    return math.sqrt(variance(before) / len(before) + variance(after) / len(after))

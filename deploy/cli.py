@@ -115,7 +115,7 @@ def _add_simulate(commands: Any) -> None:
         "--profile", metavar="NAME|FILE",
         help=f"service times: a TOML file, or one of {', '.join(names('profiles'))}",
     )  # fmt: skip
-    sim.add_argument("--steps", type=int, metavar="N", help="optimizer steps of a run (default 16; study 30)")
+    sim.add_argument("--steps", type=int, metavar="N", help="optimizer steps of a run (default 24)")
     sim.add_argument("--seeds", type=int, metavar="N", help="runs per policy (default 3; study 5)")
     sim.add_argument("--sweep", action="store_true", help="every split tried; vary what the answer rests on")
     sim.add_argument("--study", action="store_true", help="all policies, ladder, leave-one-out: minutes")

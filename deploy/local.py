@@ -20,6 +20,7 @@ from cluster.errors import ConfigError
 
 GRACE_S = 5.0
 TOKEN_REMEDY = "is the cluster's token in RAY_AUTH_TOKEN or ~/.ray/auth_token?"
+AUTH_MODE = "RAY_AUTH_MODE"
 GCS_WAIT_S = 10.0
 EXCLUDED = [".venv", ".git", ".cache", "runs", "bench.json", "*.egg-info"]
 """What of the repository is not uploaded to a cluster that we join."""
@@ -98,8 +99,12 @@ def join(address: str, common: dict[str, Any]) -> None:
 
 def place(namespace: str) -> dict[str, str]:
     """Where the job runs, for commands that act on it later."""
-    address = ray.get_runtime_context().gcs_address
-    return {"address": address, "namespace": namespace, "host": socket.gethostname()}
+    return {
+        "address": ray.get_runtime_context().gcs_address,
+        "namespace": namespace,
+        "host": socket.gethostname(),
+        AUTH_MODE: os.environ.get(AUTH_MODE, ""),  # Ray sets it when it starts a cluster with a token
+    }
 
 
 def ours(address: str) -> bool:

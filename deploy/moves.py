@@ -60,7 +60,7 @@ def _note(name: str, event: Mapping[str, Any], moves: Mapping[int, dict[str, Any
         move["state"] = "begun"
         move["prepare_s"] = round(event["t"] - move["planned_at"], 3)
     elif name == "move_made":
-        move["parts"] = dict(event["parts"])
+        move["parts"] = {part: seconds for part, seconds in event["parts"].items() if part != "total"}
     elif name == "move_done":
         move["state"], move["seconds"] = "done", event["seconds"]
     else:

@@ -160,7 +160,7 @@ class Keeper:
         await self._reserve(seats)
         ranks = [seat.name for seat in seats if seat.name in self.seats.seats]
         if ranks:
-            self.event("ranks_joined", {"ranks": ranks, "nodes": sorted({s.node for s in seats})})
+            self.event("ranks_reserved", {"ranks": ranks, "nodes": sorted({s.node for s in seats})})
             rows = [RankRow(seat.name, SPARE, seat.node) for seat in seats if isinstance(seat.name, int)]
             await self._surely("ranks_joined", codec.encode([row for row in rows if row.rank in ranks]))
 

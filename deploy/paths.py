@@ -36,7 +36,7 @@ class RunFolder:
         self._write_whole(self.config, text)
 
     def write_job(self, place: Mapping[str, str]) -> None:
-        """Say where the running job is: ``address`` and ``namespace`` in Ray, ``host`` of the driver."""
+        """Say where the running job is: see ``deploy.local.place``."""
         self._write_whole(self.job, json.dumps(dict(place), indent=2) + "\n")
 
     @staticmethod

@@ -10,6 +10,8 @@ are resident and idle) reserve nothing more on a CPU, and on CUDA a fraction of 
 which Ray shows all of them the same device.
 """
 
+import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +27,8 @@ READY_DEADLINE_S = 60.0
 NODE_LABEL = "ray.io/node-id"
 GPU_SHARE = 0.25
 """Of its rank's GPU, for each role's actor; three of them fit."""
+FREE_WAIT_S = 15.0
+"""Seats of a job that has just ended in the same cluster may take this long to be free again."""
 HOME_CORES = 2
 """Kept free on the driver's node: the controller and the feeder run there."""
 
@@ -186,3 +190,28 @@ class Seats:
     def beside_driver(self) -> dict[str, Any]:
         """Ray options that keep an actor on the driver's node, so that losing another never takes it."""
         return {"scheduling_strategy": NodeAffinitySchedulingStrategy(self.home, soft=False), "num_cpus": 0}
+
+
+async def seat_all(seats: Seats, ranks: Sequence[int], workers: Sequence[str], one_machine: bool) -> None:
+    """Reserve what a job starts with; ``one_machine``: weights are published in the memory of one.
+
+    Raises ConfigError when the cluster has not enough, or the ranks would lie on several machines.
+    """
+    deadline = time.monotonic() + FREE_WAIT_S
+    while True:
+        plan(ranks, workers, whole := seats.nodes(), seats.gpus)  # can it ever fit?
+        try:
+            planned = plan(ranks, workers, await asyncio.to_thread(seats.nodes, True), seats.gpus)
+            break
+        except ConfigError:
+            if time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(0.5)
+    machines = {node.address for node in whole if node.id in {seat.node for seat in planned}}
+    if len(machines) > 1 and one_machine:
+        raise ConfigError(
+            f"the ranks lie on {len(machines)} machines, and weights are published in the "
+            "memory of one: set cluster.weights_folder to a folder that all of them share"
+        )
+    if refused := await asyncio.to_thread(seats.reserve, planned):
+        raise ConfigError(f"node {refused[0]} did not grant its seats within {READY_DEADLINE_S:.0f} s")

@@ -7,7 +7,6 @@ training.
 
 import asyncio
 import contextlib
-import json
 import os
 import shutil
 import subprocess
@@ -23,7 +22,6 @@ from msgspec.structs import replace
 from cluster import codec
 from cluster.config import Config
 from cluster.errors import ConfigError
-from cluster.messages import EvalSummary
 from cluster.processes import announce, record
 from cluster.stream import RedisQueue
 from cluster.trace import Trace
@@ -35,20 +33,18 @@ from deploy.cpu import CpuMeter
 from deploy.leftovers import end_leftovers, remove_leftovers
 from deploy.nodes import Keeper
 from deploy.paths import RunFolder
-from deploy.placement import READY_DEADLINE_S, Node, Seats, plan
+from deploy.placement import Node, Seats, seat_all
 from deploy.report import write_report
 from deploy.signals import Stopper, settled
+from deploy.suites import Suites
 from deploy.summary import closing_rows, summarise_run
 from deploy.supervise import ComponentFailed, Supervisor, answer
 from deploy.view import View, view_status
 
 REPO = Path(__file__).resolve().parent.parent
 STATUS_EVERY_S = 0.5
-EVAL_DEADLINE_S = 1800.0
 STOP_DEADLINE_S = 8.0
 ANSWER_DEADLINE_S = 90.0
-FREE_WAIT_S = 15.0
-"""Seats of a job that has just ended in the same cluster may take this long to be free again."""
 
 
 def train(
@@ -76,7 +72,7 @@ class Job:
         self.trace = Trace(folder.trace, "driver")
         self.server: ValkeyServer | None = None
         self.actors: Actors | None = None
-        self.evaluations: dict[str, EvalSummary] = {}
+        self.suites = Suites(config.eval, folder, view, self._ask)
         self.watchdog: subprocess.Popen[bytes] | None = None
         self.restore_signals: Any = lambda: None
 
@@ -164,30 +160,10 @@ class Job:
         """Reserve the seats, then make every actor that the job starts with."""
         names, workers = starting_names(self.config), worker_names(self.config.env.workers)
         seats = actors.seats = Seats(gpus=local.gpus() >= len(names))
-        await self._reserve(seats, list(range(len(names))), workers)
+        one_machine = self.config.cluster.weights_folder == "/dev/shm"
+        await settled(seat_all(seats, range(len(names)), workers, one_machine))
         for name in (*names, "controller", *workers, "feeder"):
             actors.make(name)
-
-    async def _reserve(self, seats: Seats, ranks: list[int], workers: list[str]) -> None:
-        """Raises ConfigError when the cluster has not enough."""
-        deadline = time.monotonic() + FREE_WAIT_S
-        while True:
-            plan(ranks, workers, whole := seats.nodes(), seats.gpus)  # can it ever fit?
-            try:
-                planned = plan(ranks, workers, await asyncio.to_thread(seats.nodes, True), seats.gpus)
-                break
-            except ConfigError:
-                if time.monotonic() > deadline:
-                    raise
-            await asyncio.sleep(0.5)
-        machines = {node.address for node in whole if node.id in {seat.node for seat in planned}}
-        if len(machines) > 1 and self.config.cluster.weights_folder == "/dev/shm":
-            raise ConfigError(
-                f"the ranks lie on {len(machines)} machines, and weights are published in the "
-                "memory of one: set cluster.weights_folder to a folder that all of them share"
-            )
-        if refused := await settled(asyncio.to_thread(seats.reserve, planned)):
-            raise ConfigError(f"node {refused[0]} did not grant its seats within {READY_DEADLINE_S:.0f} s")
 
     def _supervise(self, supervisor: Supervisor, actors: Actors) -> None:
         for name, handle in actors.handles.items():
@@ -233,7 +209,7 @@ class Job:
 
     async def _train(self, supervisor: Supervisor, feeder: asyncio.Future[Any] | None) -> None:
         if self.config.eval.before:
-            await self._evaluate("before")
+            await self.suites.run("before")
         await self._ask("open_admission", True)
         feeder = feeder or self._feeder(supervisor)
         meter = CpuMeter()
@@ -245,30 +221,7 @@ class Job:
         self.trace("cpu", await asyncio.to_thread(meter.read))
         await self._ask("open_admission", False)
         if self.config.eval.after:
-            await self._evaluate("after")
-
-    async def _evaluate(self, when: str) -> None:
-        config = self.config.eval
-        for mode in config.modes:
-            suite = f"{when}-{mode}"
-            if suite in self._finished_suites():
-                continue
-            with self.view.phase(f"evaluating {config.tasks} held-out tasks ({suite})"):
-                raw = await self._ask("evaluate", suite, mode, config.tasks, EVAL_DEADLINE_S,
-                                      deadline_s=EVAL_DEADLINE_S + 60)  # fmt: skip
-            summary = codec.decode(raw, EvalSummary)
-            self.evaluations[suite] = summary
-            with self.folder.evaluations.open("a") as file:
-                file.write(json.dumps({"suite": suite, "summary": raw.hex()}) + "\n")
-
-    def _finished_suites(self) -> dict[str, EvalSummary]:
-        """Suites of this run that an earlier process finished."""
-        if self.folder.evaluations.exists():
-            for line in self.folder.evaluations.read_text().splitlines():
-                entry = json.loads(line)
-                summary = codec.decode(bytes.fromhex(entry["summary"]), EvalSummary)
-                self.evaluations[entry["suite"]] = summary
-        return self.evaluations
+            await self.suites.run("after")
 
     async def _show(self) -> None:
         """Feed the terminal view; a status that cannot be had is skipped, the supervisor knows why."""
@@ -305,7 +258,7 @@ class Job:
             self.view.note(f"{fields['component']} died and is restarted: {str(fields['cause'])[:160]}")
         elif event == "node_lost":
             self.view.note(f"node lost: {', '.join(fields['actors']) or 'nothing of ours'} gone with it")
-        elif event == "ranks_joined":
+        elif event == "ranks_reserved":
             self.view.note(f"ranks joined: {fields['ranks']}")
 
     # -- the end ------------------------------------------------------------------------
@@ -318,7 +271,7 @@ class Job:
             await queue.aclose()
         roles = (await self._ask("status"))["roles"]
         summary = summarise_run(
-            self.config, self.folder, ledger, audit, self.evaluations, self.began, roles
+            self.config, self.folder, ledger, audit, self.suites.results, self.began, roles
         )
         write_report(self.folder.path)
         self.view.finish(closing_rows(summary), title=f"Run {self.folder.run_id}")

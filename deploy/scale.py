@@ -6,6 +6,7 @@ or it is taken back (``--auto``).
 """
 
 import json
+import os
 import socket
 import sys
 import time
@@ -22,6 +23,8 @@ from deploy.paths import RunFolder
 POLL_S = 1.0
 SAY_EVERY_S = 10.0
 DEADLINE_S = 900.0
+CLOSING_POLLS = 10
+"""The last move's times are written a moment after the target is reached."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,8 @@ def scale(run: str, wish: Wish, show: bool, auto: bool, deadline_s: float = DEAD
         raise ConfigError("--auto takes targets back: give it without counts")
     folder = RunFolder(run)
     place = job_of(folder)
+    if place.get("RAY_AUTH_MODE"):  # read by Ray when it is imported
+        os.environ.setdefault("RAY_AUTH_MODE", place["RAY_AUTH_MODE"])
     from deploy.attach import attach  # Ray takes seconds to import: only now
 
     operator = attach(place)
@@ -149,7 +154,11 @@ def pursue(
             )
         sleep(POLL_S)
     write(f"  {clock() - begun:5.0f} s  {roles_line(status['roles'])}: reached")
-    made = moves_of(read_trace(folder.trace), status["roles"]["switches"])[earlier:]
+    for _ in range(CLOSING_POLLS):
+        made = moves_of(read_trace(folder.trace), operator.status()["roles"]["switches"])[earlier:]
+        if all(move["state"] in ("done", "undone") for move in made):
+            break
+        sleep(POLL_S)
     for move in made:
         write(f"move {move['move']}: {line_of(move)}")
     return 0

@@ -66,6 +66,8 @@ def simulate(arguments: argparse.Namespace) -> int:
     if arguments.picture and Path(arguments.picture).suffix != ".png":
         raise ConfigError(f"--picture {arguments.picture}: only PNG is written, so end it in .png")
     console = Console()
+    if not console.is_terminal:  # a file or a pipe has no width: do not fold the tables
+        console = Console(width=160)
     tree: dict[str, Any] = {}
     for number, (workload, profile, options) in enumerate(jobs):
         with _progress(f"simulating {workload.name}") as advance:
@@ -104,14 +106,22 @@ def _job(name: str, arguments: argparse.Namespace) -> tuple[TableWorkload, Profi
         if policy not in POLICIES:
             raise ConfigError(f"unknown policy {policy!r}{nearest(policy, POLICIES)}")
     _fits(workload, profile)
-    steps = arguments.steps or (30 if arguments.study else 16)
+    period = _period(workload)
+    steps = arguments.steps or max(24, 3 * period)
     seeds = arguments.seeds or (5 if arguments.study else 3)
     workers = arguments.workers or min(2, os.cpu_count() or 1)
     return workload, profile, Options(
         ranks=arguments.ranks or workload.spec.run.ranks, policies=policies, steps=steps,
-        warmup_steps=min(12, max(1, 2 * steps // 5)), seeds=tuple(range(seeds)),
-        tuning_steps=10 if arguments.study else 6, full=arguments.study or arguments.sweep, workers=workers,
+        warmup_steps=min(12, max(1, steps // 2)), seeds=tuple(range(seeds)),
+        tuning_steps=max(10 if arguments.study else 6, period), full=arguments.study or arguments.sweep, workers=workers,
     )  # fmt: skip
+
+
+def _period(workload: TableWorkload) -> int:
+    """Steps until all phases have been seen once; 0 if there is but one."""
+    spec = workload.spec
+    phases = 1 + max(kind.phase for kind in spec.kind)
+    return -(-spec.phase_groups * phases // spec.run.groups_per_step) if phases > 1 else 0
 
 
 def _fits(workload: TableWorkload, profile: Profile) -> None:
@@ -155,7 +165,7 @@ def show(console: Console, found: Study, sweep: bool) -> None:
     )  # fmt: skip
     for name in ("policy", "gen/learn/score", "scoring", "goodput tok/s", "waits s/step", "KV hit", "train s",
                  "group s", "moves"):  # fmt: skip
-        table.add_column(name, justify="left" if name in ("policy", "scoring") else "right")
+        table.add_column(name, justify="left" if name in ("policy", "scoring") else "right", no_wrap=True)
     for name, results in found.results.items():
         best = found.tuned[name].best
         table.add_row(
@@ -199,8 +209,7 @@ def _vary(console: Console, found: Study) -> list[dict[str, Any]]:
     """The headline figures with one parameter changed at a time, on fewer steps and two seeds."""
     options = replace(
         found.options,
-        policies=tuple(name for name in found.options.policies if name in (*QUICK, "tide")),
-        steps=min(found.options.steps, 16), warmup_steps=min(found.options.warmup_steps, 5),
+        policies=tuple(name for name in found.options.policies if name in QUICK),
         seeds=found.options.seeds[:2], tuning_steps=6, full=False,
     )  # fmt: skip
     with _progress("varying") as advance:

@@ -13,6 +13,7 @@ from cluster.metrics import overlap_fraction, read_steps
 from cluster.trace import read_trace
 from cluster.types import Ledger
 from deploy.moves import counts_of, line_of, moves_of
+from deploy.cpu import VOID_SHARE
 from deploy.paths import RunFolder
 
 MOVES_SHOWN = 6
@@ -75,6 +76,7 @@ def summarise_run(
         "restarts": _restarts(trace),
         "cpu_share": _last(trace, "cpu", "share"),
         "cpu_share_machine": _last(trace, "cpu", "machine"),
+        "void": bool(config.twin.profile) and _last(trace, "cpu", "share") > VOID_SHARE,
         "seed": config.run.seed,
         "versions": _versions(),
     }
@@ -92,9 +94,11 @@ def closing_rows(summary: dict[str, Any]) -> dict[str, Any]:
         )
     rows |= {f"move {move['move']}": line_of(move) for move in summary["moves"][-MOVES_SHOWN:]}
     lost = sum(sum(ledger[state].values()) for state in ("dropped", "abandoned", "failed"))
+    void = f", VOID: twins above {VOID_SHARE:.0%} measure the machine" if summary["void"] else ""
     return rows | {
         "steps": summary["steps"],
         "wall": f"{summary['wall_s']:.0f} s",
+        "CPU": f"{summary['cpu_share']:.0%} of this machine{void}",
         "goodput": f"{summary['goodput_tok_s']:.0f} sampled tok/s",
         "lag": f"mean {lag['mean']:.2f}, max {lag['max']}, bound {lag['bound']}",
         "generation overlaps training": f"{100 * summary['overlap_fraction']:.0f} %",

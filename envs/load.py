@@ -83,11 +83,12 @@ class Load(Env):
         assert self._plan is not None
         turns = self._plan.turns
         self.latency_s = turns[self._turn].env_s
+        info = {"tool": turns[self._turn].tool}
         self._turn += 1
         if self._turn >= len(turns):
             success = coin(self._seed, self._group, self._member)
-            return StepResult("over", rewards={"success": success}, done=True)
-        return StepResult(text(turns[self._turn].added - GLUE, self._group + self._turn))
+            return StepResult("over", rewards={"success": success}, done=True, info=info)
+        return StepResult(text(turns[self._turn].added - GLUE, self._group + self._turn), info=info)
 
     def _meet(self, action: str) -> None:
         """Whose reply is it? Raises EnvFailed when nobody says."""

@@ -49,8 +49,8 @@ class RankPort(Protocol):
         """One optimizer step; returns metrics, equal on all ranks but for ``busy`` and ``spent``.
 
         ``busy`` is (start, end) in seconds since the epoch; ``spent`` has this rank's seconds by what it
-        did: train, signal (waited for scores), score and swap (when it scored itself). ``signal`` is a
-        ``learner.late.Late`` or None.
+        did: train, signal (waited for scores); score, swap and load (when it scored itself). ``signal``
+        is a ``learner.late.Late`` or None.
         """
 
     async def offer(self, scored: Any) -> None:

@@ -105,11 +105,11 @@ class LearnerActor:
 
     def _step(self, learner: LearnerRank, batch: RankBatch, late: Late | None, step: int) -> dict[str, Any]:
         source: SignalSource | MicroSignals | None = None
-        spent = {"score": 0.0, "swap": 0.0}
+        spent: dict[str, float] = {}
         if late is not None and late.mode == "here" and learner.version == step - 1:
             frozen = self._frozen = self._frozen or Colocated(*self._scorer_arguments())
             signal = frozen.burst(batch)
-            spent = {"score": frozen.score_s, "swap": frozen.swap_s}
+            spent = {"score": frozen.score_s, "swap": frozen.swap_s, "load": frozen.load_s}
 
             def source() -> Any:
                 return signal

@@ -89,7 +89,8 @@ class Colocated:
     """A frozen model that shares a rank with the policy: brought in for a burst, then taken away.
 
     On CUDA it waits in the CPU's memory in between. On a CPU it stays if small, else it is loaded
-    anew for each burst. ``swap_s`` is what bringing and releasing took together, ``score_s`` the scoring.
+    anew for each burst. Seconds of the last burst: ``load_s`` (from disk, if it stays afterwards: once),
+    ``swap_s`` (bringing and releasing together), ``score_s``.
     """
 
     def __init__(
@@ -97,24 +98,27 @@ class Colocated:
     ) -> None:
         self._arguments = (path, dtype, threads, vocab_used)
         self._scorer: ReferenceScorer | None = None
+        self.load_s = 0.0
         self.swap_s = 0.0
         self.score_s = 0.0
 
     def burst(self, batch: RankBatch) -> Signal:
         """Score a rank's rows; values [R, L]."""
         begun = time.monotonic()
-        if self._scorer is None:
-            self._scorer = ReferenceScorer(*self._arguments)
-        self._scorer.bring()
+        scorer = self._scorer or ReferenceScorer(*self._arguments)
+        loaded = time.monotonic()
+        scorer.bring()
         brought = time.monotonic()
-        signal = self._scorer.score(batch)
+        signal = scorer.score(batch)
         scored = time.monotonic()
-        if rank_device().type == "cpu" and self._scorer.nbytes > RESIDENT_BYTES:
-            self._scorer = None
-        else:
-            self._scorer.release()
+        scorer.release()
+        stays = rank_device().type != "cpu" or scorer.nbytes <= RESIDENT_BYTES
+        self._scorer = scorer if stays else None
         self.score_s = scored - brought
-        self.swap_s = (brought - begun) + (time.monotonic() - scored)
+        self.swap_s = (brought - loaded) + (time.monotonic() - scored)
+        self.load_s = loaded - begun
+        if not stays:
+            self.swap_s, self.load_s = self.swap_s + self.load_s, 0.0
         return signal
 
 

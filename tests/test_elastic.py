@@ -25,7 +25,7 @@ from tests.tiny_player import make_player
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(900)]
 
-LOSS_TOLERANCE = 1e-5  # losses are of the order of 1; what two worlds round differently is about 1e-7
+LOSS_TOLERANCE = 1e-6  # two worlds sum in another order: 4e-8 was seen at losses up to 0.3
 SETTINGS: dict[str, Any] = {
     "run.record": True,
     "learner.lr": 3e-4,

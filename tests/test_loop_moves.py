@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from ray.exceptions import RayActorError
 
 from cluster.errors import LearnerLost
 from cluster.memory import MemoryQueue
 from cluster.messages import Barrier, Move, Moved, Published, RankRow, Roles
 from cluster.types import End, EndKind, Order, Segment, StepRecord, Task, Turn, Weights
 from learner.batch import BatchPlan, RankBatch
+from learner.drive.remote import Members
 from learner.feed import Batch, Feed, Pace
 from learner.form import Formed
 from learner.group import LearnerGroup
@@ -503,3 +505,29 @@ def test_costs_are_told_per_full_micro_batch_on_one_rank() -> None:
     assert told["score_s"] == pytest.approx(1.0 + 0.3 * (3.0 - 1.0)) and told["swap_s"] == 0.2
     assert told["step_s"] == 4.0 and told["sync_s"] == 3.25 and told["scorer_busy_s"] == 6.0
     assert facts.pace().fixed_s == 0.25
+
+
+async def test_an_actor_that_died_is_looked_up_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of a machine that came back have new actors under the old names."""
+    looked_up: list[str] = []
+
+    class Handle:
+        def __init__(self, dead: bool) -> None:
+            self.dead = dead
+            self.info = self
+
+        async def remote(self) -> tuple[str, int]:
+            if self.dead:
+                raise RayActorError()
+            return "instance", 4
+
+    def get_actor(name: str) -> Handle:
+        looked_up.append(name)
+        return Handle(dead=len(looked_up) == 1)
+
+    monkeypatch.setattr("learner.drive.remote.ray.get_actor", get_actor)
+    members = Members("learner", make_config(Path("/nowhere"), generator={"replicas": 2}))
+    with pytest.raises(RayActorError):
+        await members.call(2, "info")
+    assert await members.call(2, "info") == await members.call(2, "info") == ("instance", 4)
+    assert looked_up == ["learner-2", "learner-2"]

@@ -15,7 +15,7 @@ def planned(move: int, t: float, source: str, target: str, **more: Any) -> dict[
 TRACE = [
     planned(0, 100.0, "generator", "learner", predicted_s=0.8),
     {"event": "move_begun", "t": 108.0, "move": 0},
-    {"event": "move_made", "t": 112.0, "move": 0, "parts": {"gather": 0.5, "regroup": 3.0}},
+    {"event": "move_made", "t": 112.0, "move": 0, "parts": {"gather": 0.5, "regroup": 3.0, "total": 3.5}},
     {"event": "move_done", "t": 112.2, "kind": "generator>learner", "seconds": 4.2, "cost_s": 5.0},
     planned(1, 130.0, "learner", "generator"),
     {"event": "move_undone", "t": 140.0, "move": 1, "error": "its actor was not ready"},

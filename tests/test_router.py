@@ -253,3 +253,29 @@ async def test_a_cancelled_call_leaves_nothing_waiting(make: Make) -> None:
         await waiting
     assert router._lanes["a"].load == 0
     assert (await router.generate(request("r2"))).id == "r2"
+
+
+async def test_a_session_that_moves_gives_up_its_place_where_it_was() -> None:
+    generators = {"a": scripted(), "b": scripted()}
+    router = Router("w0", CONFIG, lambda name: generators[name], gated=True)
+    rows = (GeneratorRow("a", True, 0, 1000), GeneratorRow("b", True, 0, 500))
+    router.set_table(Table(epoch=1, generators=rows))
+    await router.generate(request("r0"))
+    assert len(generators["a"].policy.requests) == 1  # most room
+    assert generators["a"].policy.requests[0].elsewhere == 500
+    router.set_table(table(2, "a", "b", unhealthy=["a"]))
+    await router.generate(request("r1"))
+    assert len(generators["b"].policy.requests) == 1
+    router.forget("g0.0")
+    await asyncio.sleep(0.05)
+    assert generators["a"].released == generators["b"].released == ["g0.0"]
+    await router.aclose()
+
+
+async def test_nothing_is_told_to_generators_that_admit_by_request(make: Make) -> None:
+    generator = scripted()
+    router = make({"a": generator})
+    await router.generate(request("r0"))
+    router.forget("g0.0")
+    await asyncio.sleep(0.05)
+    assert generator.released == [] and generator.policy.requests[0] == request("r0")

@@ -189,14 +189,23 @@ def test_time_spent_waiting_is_told(model: Path, reference: Path, samples: Any) 
     assert 0.2 <= result.waited_s <= result.busy[1] - result.busy[0]
 
 
-def test_a_burst_tells_what_it_took(reference: Path, samples: Any) -> None:
+def test_a_burst_tells_what_it_took(
+    reference: Path, samples: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     frozen = Colocated(reference)
     batch = batch_of(samples)
     first = frozen.burst(batch)
-    loading = frozen.swap_s
+    assert frozen.load_s > 0 and frozen.score_s > 0
+    loading = frozen.load_s
     again = frozen.burst(batch)
     assert np.array_equal(first.values, again.values)
-    assert frozen.score_s > 0 and frozen.swap_s < loading  # small models stay on a CPU
+    assert frozen.load_s < loading / 10 and frozen.swap_s < loading  # small models stay on a CPU
+    monkeypatch.setattr("learner.signals.RESIDENT_BYTES", 1)
+    large = Colocated(reference)
+    for _ in range(2):  # a large one is loaded for each burst: that is its swap
+        assert np.array_equal(large.burst(batch).values, first.values)
+        assert large.load_s == 0 and large.swap_s > 0.001
+        assert large._scorer is None
 
 
 def test_scores_that_do_not_fit_their_sample_are_refused(samples: Any) -> None:

@@ -326,8 +326,8 @@ def test_memory_never_overflows_and_everything_ends(todo: list[tuple[float, str,
             paused = not paused
             (model.pause if paused else model.resume)(at)
         model.settle(at)
-        assert 0 <= model.kv_used <= memory + 1e-6
-        assert model.kv_used + model.kv_cached <= memory + 1e-6
+        assert 0 <= model.kv_used <= memory + 1e-5
+        assert model.kv_used + model.kv_cached <= memory + 1e-5
     if paused:
         model.resume(3.0)
     over |= {done.key for done in drain(model)}

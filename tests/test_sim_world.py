@@ -202,6 +202,24 @@ def test_one_task_at_a_time_takes_what_its_parts_take() -> None:
     assert result.group_latency_s == pytest.approx(seconds, rel=1e-9)
 
 
+def test_one_step_off_overlaps_and_sync_does_not() -> None:
+    load = Constant(turns=1, prompt=101, output=61)
+    plain = scenario(
+        workload=load, profile=UNSCORED, groups_per_step=1, group_size=1, steps=12, warmup_steps=4
+    )
+    generate = 0.5 + 101 / 5_000 + decode_s(1, 101, 60)
+    train = 162 * (1 / 4_000 + 1 / 2_000) + 0.3
+    way = policy(rollout="one_step_off", scoring="full_batch", max_lag=1)
+    off = run(replace(plain, policy=way, split=Split(1, 1)))
+    assert off.seconds / 8 == pytest.approx(max(generate, train + 0.1) + 0.2, rel=1e-9)
+    assert {step.lag_max for step in off.steps[2:]} == {1}
+    way = policy(rollout="sync", scoring="full_batch", max_lag=0)
+    swap = UNSCORED.scorer.swap_s
+    sync = run(replace(plain, policy=way, split=Split(1, 1)))
+    assert sync.seconds / 8 == pytest.approx(generate + swap + train + 0.1 + 0.2 + swap, rel=1e-9)
+    assert {step.lag_max for step in sync.steps} == {0}
+
+
 def test_bound_by_training_goodput_is_what_learners_can_train() -> None:
     result = run(
         scenario(

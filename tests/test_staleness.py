@@ -1,6 +1,7 @@
 """The capacity rule, driven through arbitrary interleavings of a whole job."""
 
 from dataclasses import dataclass, field
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -194,18 +195,19 @@ class UnevenJob(Job):
 
 
 UNEVEN = st.builds(
-    UnevenJob, max_lag=st.integers(0, 4), groups_per_step=st.integers(1, 6), steps=st.integers(1, 20),
-    least=st.integers(1, 6),
+    UnevenJob, max_lag=st.integers(0, 2), groups_per_step=st.integers(2, 5), steps=st.integers(8, 20),
+    least=st.integers(1, 2),
 )  # fmt: skip
 UNEVEN_EVENTS = st.lists(
-    st.tuples(st.sampled_from(["admit", "lose", "train", "acknowledge"]), st.integers(0, 20)), max_size=200
-)
+    st.tuples(st.sampled_from(["admit", "lose", "train", "train", "acknowledge"]), st.integers(0, 20)),
+    min_size=12, max_size=120,
+)  # fmt: skip
 
 
 def play_unevenly(job: UnevenJob, events: list[tuple[str, int]]) -> None:
     for name, amount in events:
         if name == "train":
-            job.train_some(amount % 4)
+            job.train_some(amount % 3 // 2)  # as few as allowed, mostly
         else:
             play(job, [(name, amount)])
 
@@ -217,6 +219,19 @@ def test_lag_never_passes_the_bound_for_any_sequence_of_batch_sizes(
     play_unevenly(job, events)
     assert all(0 <= found <= job.max_lag for found in job.lags)
     assert min(job.least, job.groups_per_step) <= job.smallest() <= job.groups_per_step
+
+
+@pytest.mark.parametrize(("max_lag", "size"), [(0, 3), (1, 3), (2, 3), (1, 4)])
+def test_no_sequence_of_batch_sizes_passes_the_bound(max_lag: int, size: int) -> None:
+    """All of them, admitting whatever is allowed, with generators up to date or two versions behind."""
+    for extras in product(range(3), repeat=6):
+        for behind in (0, 2):
+            job = UnevenJob(max_lag=max_lag, groups_per_step=size, steps=50, least=1)
+            for extra in extras:
+                job.admit(100)
+                job.train_some(extra)
+                job.acknowledge(max(0, job.version - behind - job.acknowledged))
+            assert max(job.lags) <= max_lag, (extras, behind)
 
 
 @given(job=UNEVEN, events=UNEVEN_EVENTS)

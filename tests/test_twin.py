@@ -10,14 +10,28 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from msgspec.structs import replace
 
+from actors.gate import Gate
 from actors.harness.chat import ChatHarness
+from actors.rollout import Tools, run_trajectory
 from actors.tokenizer import Tokenizer
 from actors.twin import TwinEngine
 from cluster.config import Config, build
 from cluster.errors import ConfigError, EnvFailed, EnvTimeout, StaleEpoch, WeightsFailed
 from cluster.sim.library import load_profile
-from cluster.types import Completion, Request, Sampling, StopReason, Weights, floats, ids, pack_ids
+from cluster.types import (
+    Completion,
+    EndKind,
+    Order,
+    Request,
+    Sampling,
+    StopReason,
+    Weights,
+    floats,
+    ids,
+    pack_ids,
+)
 from deploy.tokens import make_tokens
 from envs.inline import InlinePool, make_pool
 from envs.load import GLUE, MEMBERS, Place, coin, place_of, text, workload
@@ -321,3 +335,72 @@ def test_no_twin_imports_a_model_library(module: str) -> None:
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+# -- trajectories through the gate --------------------------------------------------------------------
+
+
+class AtTheGate:
+    """``Policy``: one caller's requests through a gate, answers by request id."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self._waiting: dict[str, asyncio.Future[Completion]] = {}
+
+    async def generate(self, request: Request) -> Completion:
+        future = self._waiting[request.id] = asyncio.get_running_loop().create_future()
+        await self._gate.submit("w", [request])
+        return await future
+
+    async def carry(self) -> None:
+        while True:
+            for completion in await self._gate.collect("w", 1.0):
+                self._waiting.pop(completion.id).set_result(completion)
+
+
+async def played(folder: Path, admission: dict[str, Any], kv_tokens: int, sync: bool) -> tuple[Any, int]:
+    """Five groups of four: ids and log-probs by trajectory, and how many tasks were parked at most."""
+    made = config(admission=admission, twin={"speed": 60.0})
+    profile = load_profile("twin")
+    profile = replace(profile, generator=replace(profile.generator, kv_tokens=kv_tokens))
+    gate = Gate(TwinEngine(made, folder, "g", seed=0, profile=profile), made.admission, 60.0)
+    await gate.start()
+    policy, pool = AtTheGate(gate), make_pool(made, 20)
+    tools = Tools(ChatHarness(Tokenizer(folder), made.harness), policy, pool, max_turns=16)
+    tasks = build_tasks("load", {}, 5)
+    carrier = asyncio.create_task(policy.carry())
+    deadline = asyncio.get_running_loop().time() + 60
+    playing = []
+    for group in range(5):
+        members = tuple(f"g{group:07d}.{n}" for n in range(4))
+        order = Order(group=f"g{group:07d}", task=tasks.task("train", group), members=members)
+        playing += [
+            asyncio.create_task(run_trajectory(tools, order, name, lambda segment: None, deadline))
+            for name in members
+        ]
+    parked, version = 0, 0
+    while not all(task.done() for task in playing):
+        await asyncio.sleep(0.02)
+        parked = max(parked, gate.stats().parked)
+        if sync:
+            version += 1
+            await gate.load_weights(weights(version), epoch=1)
+        for task in playing:
+            if task.done():
+                await gate.release([task.result().trajectory])
+    carrier.cancel()
+    await gate.close()
+    found = {}
+    for member in (task.result() for task in playing):
+        assert member.end is not None and member.end.kind is EndKind.FINISHED, member.end
+        calls = [call for turn in member.turns for call in turn.calls]
+        found[member.trajectory] = [(call.added, call.output, call.logprobs) for call in calls]
+    return found, parked
+
+
+async def test_parked_tasks_end_as_those_that_never_waited(folder: Path) -> None:
+    """Memory for a few of twenty tasks, weights that change all the time: the same tokens in the end."""
+    free, never = await played(folder, {"policy": "request"}, 100_000, sync=False)
+    tight, parked = await played(folder, {}, 1800, sync=True)
+    assert never == 0 and parked > 0
+    assert tight == free and len(free) == 20

@@ -205,7 +205,7 @@ class Lender:
     def _lend(self, now: float, _: object) -> None:
         self._active = True
         for rank in self._lent:
-            if not rank.lost:
+            if rank.lent:  # not lost since
                 self.host.generates(now, rank)
         self.arrived(now)
 
@@ -219,7 +219,7 @@ class Lender:
         if ready > self._before:
             self._group_s = (now - self._since) / (ready - self._before)
         for rank in self._lent:
-            if not rank.lost:
+            if rank.lent:  # not lost since
                 host.rollout.leave(now, rank.index)
                 host.fleet.change(rank, now, LEARNER, lent=True)
                 host.fleet.set(rank, now, "switch")
@@ -265,8 +265,7 @@ class Faults:
         elif rank.role == LEARNER:
             host.trainer.lose(now, host.trainer.learners - 1)
             host.hold(now, "rebuild")
-            if host.trainer.learners > 0:
-                host.after(now + host.scenario.profile.switch.generator_learner, self._rebuilt, None)
+            host.after(now + host.scenario.profile.switch.generator_learner, self._rebuilt, None)
         elif rank.role == SCORER:
             host.trainer.set_scorers(now, host.trainer.scorers - 1)
         if fault.down_s != inf:

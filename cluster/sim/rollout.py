@@ -12,13 +12,13 @@ from heapq import heappush
 from math import inf
 
 from cluster.admission import Admission, Limits, ToolWaits
+from cluster.affinity import GROUP_SLACK, place
 from cluster.sim.profile import GeneratorProfile
 from cluster.sim.scenario import Plan, Scenario
 from cluster.sim.service import Done, GeneratorModel
 from cluster.sim.tasks import Event, Generator, Group, Task
 
 KINDS = ("first_turn", "same_rank", "migrated", "post_sync")
-GROUP_SLACK = 4  # requests by which a group's generator may be busier than the least busy
 REPORT_EVERY_S = 1.0  # a generator's health: pressure to its admission, room to the routers
 WATCH_EVERY_S = 1.0  # tasks without a place are looked at: would another generator have them sooner?
 AWAY = 1 << 60  # load of a generator that is not in the table
@@ -60,11 +60,13 @@ class Rollout:
         self._ended = ended  # a trajectory's environment is free
         self._loads: list[int] = []  # open requests by rank
         self._rooms: list[int] = []  # tokens that its ledger could promise, by rank, as last reported
+        self._reported_at = 0.0
         self._orphans: list[Task] = []  # nobody generates
         self._waits = ToolWaits()
         self._gated = scenario.policy.admission != "request"
         self._by_task = scenario.policy.admission == "task"
         self._release = scenario.release
+        self._answered, self._looked = self.on_environment, self.on_generator  # bound once: they are hot
         self._loose = scenario.policy.roles == "lending"  # verl clears sticky routes when a replica joins
         self._plan = scenario.workload.plan
 
@@ -116,6 +118,7 @@ class Rollout:
         model.settle(now)
         self.gone.append(model)
         moved = list(generator.tasks.values())
+        self.discarded += sum(model.sampled(task) for task in moved)
         generator.tasks.clear()
         generator.queued.clear()
         for task in moved:
@@ -148,7 +151,7 @@ class Rollout:
             plan: Plan = self._plan(scenario.seed, first, member)
             task = Task(f"{group.name}.{member}", group, plan.turns)
             group.kind = plan.kind
-            heappush(self._heap, (now + plan.start_s, self._serial(), self.on_environment, task))
+            heappush(self._heap, (now + plan.start_s, self._serial(), self._answered, task))
         if not evaluation:
             self.in_flight += members
             self.groups_open += 1
@@ -162,7 +165,7 @@ class Rollout:
         """Ask a generator for the task's turn."""
         turn = task.turns[task.turn]
         tokens = (task.context if turn.kept < 0 else turn.kept) + turn.added
-        generator = self._choose(task, tokens)
+        generator = self._choose(now, task, tokens)
         if generator is None:
             self._orphans.append(task)
             return
@@ -189,7 +192,7 @@ class Rollout:
             generator.watched = True
             heappush(self._heap, (now + WATCH_EVERY_S, self._serial(), self._watch, generator))
 
-    def _choose(self, task: Task, tokens: int) -> Generator | None:
+    def _choose(self, now: float, task: Task, tokens: int) -> Generator | None:
         last, loads = task.last, self._loads
         if last is not None and last.alive and not self._loose:
             return last
@@ -198,16 +201,16 @@ class Rollout:
             return None
         if last is not None and last.alive and loads[last.index] <= least + GROUP_SLACK:
             return last
-        at = loads.index(least)
+        rooms = None
         if self._by_task:
-            room = max(self._rooms)
-            if room >= tokens + self.largest:
-                at = self._rooms.index(room)
+            if now >= self._reported_at + REPORT_EVERY_S:
+                self._tell_rooms(now)
+            rooms = self._rooms
         home = task.group.home
-        if home is not None and home.alive and loads[home.index] <= loads[at] + GROUP_SLACK:
-            return home
-        generator = self.generators[at]
-        task.group.home = generator
+        at = place(
+            loads, rooms, tokens + self.largest, home.index if home is not None and home.alive else -1
+        )
+        task.group.home = generator = self.generators[at]
         return generator
 
     def _watch(self, now: float, generator: Generator) -> None:
@@ -228,6 +231,8 @@ class Rollout:
                 or admission.has_place(name)
             ):
                 continue
+            if now >= self._reported_at + REPORT_EVERY_S:
+                self._tell_rooms(now)
             rooms = self._rooms
             own, rooms[generator.index] = rooms[generator.index], -AWAY
             room = max(rooms)
@@ -272,8 +277,13 @@ class Rollout:
         generator.next_report = now + REPORT_EVERY_S
         model = generator.model
         admission.pressure(model.kv_used / self.profile.kv_tokens, model.preemptions, now)
-        if self._by_task:
-            self._rooms[generator.index] = admission.figures().free
+
+    def _tell_rooms(self, now: float) -> None:
+        """The table as routers get it: at most a second old."""
+        self._reported_at = now
+        for index, generator in self.generators.items():
+            assert generator.admission is not None
+            self._rooms[index] = generator.admission.figures().free
 
     def _serve(self, now: float, generator: Generator, task: Task) -> None:
         """The turn goes to the engine."""
@@ -298,7 +308,7 @@ class Rollout:
         wake = model.next_event()
         if wake < generator.wake:
             generator.wake = wake
-            heappush(self._heap, (wake, self._serial(), self.on_generator, generator))
+            heappush(self._heap, (wake, self._serial(), self._looked, generator))
 
     def on_generator(self, now: float, generator: Generator) -> None:
         """The engine has something, or had when this was entered."""
@@ -312,7 +322,7 @@ class Rollout:
         wake = model.next_event()
         if wake < generator.wake:
             generator.wake = wake
-            heappush(self._heap, (wake, self._serial(), self.on_generator, generator))
+            heappush(self._heap, (wake, self._serial(), self._looked, generator))
         elif wake == inf and model.idle and generator.alive:
             self._idle(now, generator.index)
 
@@ -321,7 +331,7 @@ class Rollout:
         wake = generator.model.next_event()
         if wake < generator.wake:
             generator.wake = wake
-            heappush(self._heap, (wake, self._serial(), self.on_generator, generator))
+            heappush(self._heap, (wake, self._serial(), self._looked, generator))
 
     def _turn_done(self, now: float, generator: Generator, done: Done) -> None:
         task: Task = done.key  # type: ignore[assignment]
@@ -369,7 +379,7 @@ class Rollout:
                 self._report(now, generator, admission)
             self._decide(now, generator)
         if not ended:
-            heappush(self._heap, (now + turn.env_s, self._serial(), self.on_environment, task))
+            heappush(self._heap, (now + turn.env_s, self._serial(), self._answered, task))
             return
         group.rows.append(task.row)
         group.left -= 1

@@ -243,7 +243,7 @@ class GeneratorModel:
         """Bring the counters (busy_s, starved_s, kv_used ...) to ``now``."""
         self._run(now)
         self._move(now)
-        self._replan()
+        self._changed()
 
     # -- what it tells ------------------------------------------------------------------------
 
@@ -307,10 +307,14 @@ class GeneratorModel:
 
     def _run(self, now: float) -> None:
         """Handle every internal event up to ``now``."""
+        cache, block = self._cache, self._block
         while self._next <= now:
             self.events += 1
             kind = self._next_kind
             self._move(self._next, self._next_k)
+            room = self._capacity - self._kv
+            if cache.blocks * block > room + 1e-6:  # the most that was pinned since the last event
+                cache.evict(int(room + 1e-6) // block)
             if kind == 0:
                 self._prefill_ends()
             elif kind == 1:
@@ -367,7 +371,7 @@ class GeneratorModel:
             k = heap[0][0] - self._n
             kind = 1
             room = (self._capacity - self._kv) / b
-            if room < k:
+            if room < k - 1e-9:  # at a tie the sequence is over before memory is
                 k, kind = room, 2
             if k < 0.0:
                 k = 0.0
@@ -393,7 +397,7 @@ class GeneratorModel:
 
     def _changed(self) -> None:
         """After any change of state, at time ``_t``: memory, admission, the next event."""
-        cache, room = self._cache, self._capacity - self._kv
+        cache, room = self._cache, self._capacity - self._kv + 1e-6  # rounding must not cost a block
         if cache.blocks * self._block > room:
             cache.evict(int(room) // self._block if room > 0.0 else 0)
         if (self._waiting or self._urgent) and self._prefill is None and not self._paused:
@@ -442,7 +446,7 @@ class GeneratorModel:
         sequence.state = _PREFILL
         self._number += 1
         sequence.number = self._number
-        room = self._capacity - self._kv
+        room = self._capacity - self._kv + 1e-6
         if cache.blocks * block > room:
             cache.evict(int(room) // block if room > 0.0 else 0)
 

@@ -28,7 +28,7 @@ from cluster.sim.statistics import Interval, interval, ratio, reduction
 from cluster.sim.sweep import TUNING_STEPS, Progress, Tuned, run_many, tune
 from cluster.sim.workloads import TableWorkload, altered
 
-QUICK = ("sync", "one_step_off", "stream", "areal", "tide", "tide_no_admission", "tide_no_elastic")
+QUICK = ("sync", "stream", "areal", "tide", "tide_no_admission", "tide_no_elastic")
 """Policies of a run that names none."""
 FULL = tuple(dict.fromkeys(("sync", *ASYNC, *(name for name, _ in (*LADDER, *LEAVE_ONE_OUT)))))
 """Policies of a study: every baseline, the ladder, the leave-one-out variants."""
@@ -50,12 +50,12 @@ class Options:
 
     ranks: int
     policies: tuple[str, ...] = QUICK
-    steps: int = 20
-    warmup_steps: int = 6
+    steps: int = 24
+    warmup_steps: int = 12  # an elastic run settles, one move per step
     seeds: tuple[int, ...] = (0, 1, 2)
     tuning_seeds: tuple[int, ...] = (0,)
     tuning_steps: int = TUNING_STEPS
-    full: bool = False  # the split sweep begins with every eighth, and goes down to ranks / 32
+    full: bool = False  # sweep every eighth of the ranks, then to ranks / 32; run from an even split too
     workers: int = 1
 
 
@@ -136,8 +136,8 @@ def study(
     for name in asked:
         if name not in found.tuned:
             found.tuned[name] = Tuned(Candidate(policy(name, lag), _split_of(name, found.tuned)))
-    jobs = [(name, found.tuned[name].scenario(base), seed) for name in asked for seed in options.seeds]
-    naive = [name for name in UNTUNED if set(UNTUNED) <= set(asked)]
+    jobs = [(name, found.tuned[name].scenario(base), seed) for seed in options.seeds for name in asked]
+    naive = [name for name in UNTUNED if options.full and set(UNTUNED) <= set(asked)]
     for name in naive:
         row = policy(name, lag)
         split = split_for(row, profile, options.ranks, max(1, options.ranks // 2))
@@ -361,12 +361,18 @@ def _batch(workload: TableWorkload, profile: Profile, factor: float) -> tuple[Ta
     return TableWorkload(msgspec.structs.replace(workload.spec, run=changed), workload.name), profile
 
 
+def _phase(workload: TableWorkload, profile: Profile, factor: float) -> tuple[TableWorkload, Profile]:
+    groups = max(1, round(workload.spec.phase_groups * factor))
+    return TableWorkload(msgspec.structs.replace(workload.spec, phase_groups=groups), workload.name), profile
+
+
 SENSITIVITY: dict[str, tuple[str, tuple[float, ...], Change]] = {
     "env_latency": ("environment latency and start", (0.25, 4.0, 16.0), _env),
     "kv_capacity": ("KV capacity of a generator", (0.125, 0.25, 0.5), _kv),
     "train_cost": ("time of a trained token", (0.5, 2.0), _train),
     "batch": ("groups per step (and environment slots)", (0.25, 2.0), _batch),
     "swap": ("time to swap the frozen model", (4.0, 16.0), _swap),
+    "phase": ("length of a phase", (0.5, 2.0), _phase),
 }
 """The factor 1 is the study itself."""
 
@@ -378,6 +384,10 @@ def sensitivity(
     rows = []
     for name in names:
         label, factors, change = SENSITIVITY[name]
+        if (name == "phase" and not found.workload.spec.phase_groups) or (
+            name in ("kv_capacity", "swap") and not found.profile.scorer.passes
+        ):
+            continue  # nothing that it would change
         for factor in factors:
             workload, profile = change(found.workload, found.profile, factor)
             again = study(workload, profile, options, progress)

@@ -100,7 +100,7 @@ def tune(
     if ranks < 2:
         raise ConfigError(f"ranks = {ranks}: at least 2 are needed, one to generate and one to train")
     tuned: dict[str, Tuned] = {}
-    strides = {name: ranks // 16 for name in bases}
+    strides = {name: max(1, ranks // 16) for name in bases}
     wanted = {name: _first(base, ranks, full) for name, base in bases.items()}
     for name, first in wanted.items():
         tuned[name] = Tuned(first[0])

@@ -12,7 +12,7 @@ in whatever order it plays them, and a paired comparison of policies is one over
 """
 
 import math
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from statistics import NormalDist
 from typing import Any
@@ -32,6 +32,8 @@ Floats = NDArray[np.float64]
 GOLDEN = 0x9E3779B97F4A7C15
 MASK = (1 << 64) - 1
 NORMAL = NormalDist()
+PLANS = 1 << 14
+"""Plans remembered: policies are run on the same seed one after the other."""
 
 
 class ToolSpec(Section, frozen=True, kw_only=True):
@@ -187,9 +189,10 @@ class TableWorkload:
             if value < 1:
                 raise ConfigError(f"{where}: run.{name} = {value}: must be at least 1")
         assert self._phases  # built now, so that a bad table is refused now
+        self.plan = lru_cache(maxsize=PLANS)(self._plan)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TableWorkload, (self.spec, self._where)
+        return _shared, (self.spec, self._where)
 
     @cached_property
     def _phases(self) -> list[tuple[list[Kind], Floats]]:
@@ -214,7 +217,7 @@ class TableWorkload:
         u = uniform(seed, group, -1, 3)[2]
         return kinds[min(int(np.searchsorted(edges, u, side="right")), len(kinds) - 1)]
 
-    def plan(self, seed: int, group: int, member: int) -> Plan:
+    def _plan(self, seed: int, group: int, member: int) -> Plan:
         """One episode. Pure: the same arguments give the same plan in any process."""
         kind = self.kind(seed, group)
         spec = kind.spec
@@ -230,6 +233,12 @@ class TableWorkload:
         names, waits = _tools(kind, draws[2], draws[3])
         turns = _episode(spec, prompt, seen, outputs, names, waits)
         return Plan(turns, kind.start.one(float(own[1])), kind.name)
+
+
+@lru_cache(maxsize=4)
+def _shared(spec: WorkloadSpec, where: str) -> TableWorkload:
+    """One instance per process, however often it is unpickled: it remembers plans."""
+    return TableWorkload(spec, where)
 
 
 def load_workload(name: str) -> TableWorkload:

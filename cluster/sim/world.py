@@ -24,6 +24,7 @@ scorers wait (TWT): *data*, *signal* (scores), *sync* (publication), *switch*.
 """
 
 import gc
+import itertools
 import time
 from collections.abc import Callable
 from heapq import heappop, heappush
@@ -67,7 +68,7 @@ class World:
         self.scenario = scenario
         self.result = Result(scenario)
         self.heap: list[Event] = []
-        self._serial = 0
+        self.serial = itertools.count(1).__next__  # ties are broken by the order of entry
         policy, split = scenario.policy, scenario.split
         self.hybrid = policy.rollout == "sync"
         self.blocks = policy.rollout != "stream"
@@ -101,15 +102,9 @@ class World:
 
     # -- the loop -----------------------------------------------------------------------------
 
-    def serial(self) -> int:
-        """Ties are broken by the order of entry."""
-        self._serial += 1
-        return self._serial
-
     def after(self, t: float, handler: Callable[[float, Any], None], argument: Any) -> None:
         """Enter an event."""
-        self._serial += 1
-        heappush(self.heap, (t, self._serial, handler, argument))
+        heappush(self.heap, (t, self.serial(), handler, argument))
 
     def run(self) -> Result:
         """Until ``steps`` updates are committed."""

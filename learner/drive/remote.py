@@ -89,23 +89,26 @@ class FeederActor:
 
 
 class Members:
-    """Handles of one role's actors by rank number, looked up when first needed: some are created later."""
+    """One role's actors by rank number, looked up by name when first needed: some are created later.
+
+    A handle that answers with its actor's death is looked up anew: another actor may bear the name by then.
+    """
 
     def __init__(self, role: str, config: Config) -> None:
         self._role = role
         self._config = config
         self._handles: dict[int, Any] = {}
 
-    def handle(self, rank: int) -> Any:
-        """The actor that serves the role on ``rank``. Raises ValueError if there is none yet."""
+    def start(self, rank: int, method: str, *arguments: Any) -> Any:
+        """Call a method of the actor on ``rank``; a reference. Raises ValueError if there is no actor."""
         if rank not in self._handles:
             self._handles[rank] = ray.get_actor(member_name(self._role, rank, self._config))
-        return self._handles[rank]
+        return getattr(self._handles[rank], method).remote(*arguments)
 
     async def call(self, rank: int, method: str, *arguments: Any) -> Any:
-        """Call it; after a failure the name is looked up anew: another actor may have it by then."""
+        """The answer of ``start``."""
         try:
-            return await getattr(self.handle(rank), method).remote(*arguments)
+            return await self.start(rank, method, *arguments)
         except RayActorError:
             self._handles.pop(rank, None)
             raise
@@ -201,7 +204,7 @@ class _Rank:
 
     async def part(self, index: int) -> Any:
         """The feeder owns the reference, so the part stays when the process that made it ends."""
-        reference = self._members.handle(self._number).part.remote(index)
+        reference = self._members.start(self._number, "part", index)
         ready, _ = await asyncio.to_thread(
             ray.wait, [reference], timeout=PART_DEADLINE_S, fetch_local=False
         )
