@@ -1,15 +1,17 @@
 """A second process's hold on a running job: its controller, by the address in the run folder."""
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
 
 from cluster.errors import ConfigError
 from deploy.local import join
 
 CALL_DEADLINE_S = 60.0
+RETRY_S = 0.5
 
 
 class RunningJob:
@@ -33,15 +35,29 @@ class RunningJob:
         ray.shutdown()
 
     def _ask(self, method: str, **arguments: Any) -> Any:
+        deadline = time.monotonic() + CALL_DEADLINE_S
+        while True:
+            try:
+                return self._ask_once(method, arguments, max(1.0, deadline - time.monotonic()))
+            except ActorUnavailableError as error:  # it is being restarted
+                if time.monotonic() > deadline:
+                    raise ConfigError("the job's controller does not come back") from error
+                time.sleep(RETRY_S)
+
+    def _ask_once(self, method: str, arguments: Mapping[str, Any], timeout_s: float) -> Any:
         try:
-            return ray.get(getattr(self._controller, method).remote(**arguments), timeout=CALL_DEADLINE_S)
+            return ray.get(getattr(self._controller, method).remote(**arguments), timeout=timeout_s)
+        except ActorUnavailableError:
+            raise
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, ConfigError):
                 raise ConfigError(str(cause)) from error
             raise ConfigError(f"the controller refused: {type(cause).__name__}: {cause}") from error
-        except (RayActorError, GetTimeoutError) as error:
-            raise ConfigError(f"the job's controller does not answer: {type(error).__name__}") from error
+        except RayActorError as error:
+            raise ConfigError("the job has ended") from error
+        except GetTimeoutError as error:
+            raise ConfigError(f"the job's controller does not answer within {timeout_s:.0f} s") from error
 
 
 def attach(place: Mapping[str, str]) -> RunningJob:

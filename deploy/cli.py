@@ -115,6 +115,7 @@ def _add_simulate(commands: Any) -> None:
         "--profile", metavar="NAME|FILE",
         help=f"service times: a TOML file, or one of {', '.join(names('profiles'))}",
     )  # fmt: skip
+    sim.add_argument("--split", metavar="G/L/S", help="generators/learners/scorers, instead of searching")
     sim.add_argument("--steps", type=int, metavar="N", help="optimizer steps of a run (default 24)")
     sim.add_argument("--seeds", type=int, metavar="N", help="runs per policy (default 3; study 5)")
     sim.add_argument("--sweep", action="store_true", help="every split tried; vary what the answer rests on")

@@ -191,7 +191,8 @@ def draw_ranks(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
         if any(counts):
             axes.bar(x, counts, width=1.0, bottom=below, color=color, label=role, linewidth=0)
             below = [low + count for low, count in zip(below, counts, strict=True)]
-    _legend(axes)
+    axes.set_ylim(0, 1.25 * max(1.0, *below))
+    axes.legend(frameon=False, fontsize=8, loc="upper left", ncols=4)
 
 
 def draw_switches(axes: Axes, moves: Sequence[Mapping[str, Any]]) -> None:
@@ -214,7 +215,8 @@ def draw_switches(axes: Axes, moves: Sequence[Mapping[str, Any]]) -> None:
     for name, color in colors.items():
         axes.barh(0, 0, color=color, label=name)
     axes.barh(0, 0, color=GREY, label="rest")
-    axes.legend(frameon=False, fontsize=7, loc="best")
+    axes.set_ylim(-0.7, len(made) + 0.1)  # room for the legend
+    axes.legend(frameon=False, fontsize=7, loc="upper left", ncols=4)
 
 
 def draw_savings(axes: Axes, moves: Sequence[Mapping[str, Any]]) -> None:
@@ -230,7 +232,9 @@ def draw_savings(axes: Axes, moves: Sequence[Mapping[str, Any]]) -> None:
     axes.barh([row + 0.2 for row in rows], predicted, height=0.36, color=GREY, label="predicted")
     axes.barh([row - 0.2 for row in rows], realised, height=0.36, color=BLUE, label="realised")
     axes.set_yticks(rows, [f"{move['move']}: {move['kind']}" for move in told])
-    _legend(axes)
+    axes.axvline(0, color=INK, linewidth=0.8)
+    axes.set_ylim(-0.7, len(told) + 0.1)
+    axes.legend(frameon=False, fontsize=8, loc="upper left", ncols=2)
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:

@@ -107,14 +107,30 @@ def _job(name: str, arguments: argparse.Namespace) -> tuple[TableWorkload, Profi
             raise ConfigError(f"unknown policy {policy!r}{nearest(policy, POLICIES)}")
     _fits(workload, profile)
     period = _period(workload)
+    split = _split(arguments.split) if arguments.split else None
+    ranks = split.generators + split.learners + split.scorers if split else arguments.ranks
+    if split and arguments.ranks and arguments.ranks != ranks:
+        raise ConfigError(f"--split {arguments.split} has {ranks} ranks, --ranks says {arguments.ranks}")
     steps = arguments.steps or max(24, 3 * period)
     seeds = arguments.seeds or (5 if arguments.study else 3)
     workers = arguments.workers or min(2, os.cpu_count() or 1)
     return workload, profile, Options(
-        ranks=arguments.ranks or workload.spec.run.ranks, policies=policies, steps=steps,
+        ranks=ranks or workload.spec.run.ranks, policies=policies, steps=steps, split=split,
         warmup_steps=min(12, max(1, steps // 2)), seeds=tuple(range(seeds)),
-        tuning_steps=max(10 if arguments.study else 6, period), full=arguments.study or arguments.sweep, workers=workers,
+        tuning_steps=max(10 if arguments.study else 6, period),
+        full=arguments.study or arguments.sweep, workers=workers,
     )  # fmt: skip
+
+
+def _split(text: str) -> Split:
+    """``generators/learners`` or ``generators/learners/scorers``."""
+    parts = text.split("/")
+    if len(parts) not in (2, 3) or not all(part.isdigit() for part in parts):
+        raise ConfigError(f"--split {text!r}: give generators/learners/scorers, such as 12/17/3")
+    numbers = [int(part) for part in parts]
+    if min(numbers[:2]) < 1:
+        raise ConfigError(f"--split {text}: generators and learners must be at least 1")
+    return Split(*numbers)
 
 
 def _period(workload: TableWorkload) -> int:
@@ -228,6 +244,8 @@ def _vary(console: Console, found: Study) -> list[dict[str, Any]]:
 def advice(found: Study) -> list[str]:
     """How to split the ranks, and what elasticity would buy, in sentences."""
     ranks = found.options.ranks
+    if found.options.split:
+        return [f"Everybody ran at the split {split_words(found.options.split)}: nothing was tuned."]
     lines = []
     fixed = [name for name in found.results if found.tuned[name].best.policy.roles == "static"
              and found.tuned[name].best.policy.rollout != "sync"]  # fmt: skip

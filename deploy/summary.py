@@ -12,8 +12,8 @@ from cluster.messages import EvalSummary
 from cluster.metrics import overlap_fraction, read_steps
 from cluster.trace import read_trace
 from cluster.types import Ledger
-from deploy.moves import counts_of, line_of, moves_of
 from deploy.cpu import VOID_SHARE
+from deploy.moves import counts_of, line_of, moves_of
 from deploy.paths import RunFolder
 
 MOVES_SHOWN = 6

@@ -35,6 +35,8 @@ from learner.state import Gathered, State
 
 T = TypeVar("T")
 STATE = "twin.json"
+LOOK_S = 0.25
+"""How often a rank that waits for scores looks whether it still counts."""
 GATHER_SHARE = 0.3
 """Of what a resize costs by the profile: to gather; the rest is spent when the new ranks adopt the state."""
 
@@ -69,6 +71,7 @@ class TwinRank:
         self.version = 0
         self.digest = hashlib.sha256(b"initial").hexdigest()
         self.last: dict[str, Any] | None = None
+        self.ended = False  # another rank has its place: whatever it waits for will not come
         scale = profile.learner.scaling ** float(np.log2(world))
         self._forward = profile.learner.forward_tok_s * scale
         self._backward = profile.learner.backward_tok_s * scale
@@ -107,24 +110,33 @@ class TwinRank:
         if late is not None and late.mode == "here":
             spent |= self._score_here(batch, pace)
         elif late is not None:
-            offered = OfferedSignals(box, batch, late.keys, self.config.scorer.timeout_s)
+            offered = OfferedSignals(box, batch, late.keys, LOOK_S)
         for rows in batch.micro_batches():
             tokens = int((batch.segments[rows] > 0).sum())
             pace.spend(tokens / self._forward)
             if offered is not None:
-                asked = time.monotonic()
-                try:
-                    offered.rows(rows)
-                except TimeoutError as error:
-                    raise LearnerLost(f"rank {self.rank}: {error}") from error
-                spent["signal"] += time.monotonic() - asked
-                if time.monotonic() - asked > 0.001:
+                waited = self._await_scores(offered, rows)
+                spent["signal"] += waited
+                if waited > 0.001:
                     pace.restart()
             pace.spend(tokens / self._backward)
             spent["train"] += tokens * (1 / self._forward + 1 / self._backward) / speed
         pace.spend(self.profile.learner.step_fixed_s)
         spent["train"] += self.profile.learner.step_fixed_s / speed
         return spent
+
+    def _await_scores(self, offered: OfferedSignals, rows: slice) -> float:
+        """Seconds until the scores of these rows were there. Raises LearnerLost if they do not come."""
+        asked, limit = time.monotonic(), self.config.scorer.timeout_s
+        while True:
+            try:
+                offered.rows(rows)
+                return time.monotonic() - asked
+            except TimeoutError as error:
+                if self.ended or time.monotonic() - asked > limit:
+                    raise LearnerLost(
+                        f"rank {self.rank}: no score within scorer.timeout_s = {limit:.0f} s"
+                    ) from error
 
     def _score_here(self, batch: RankBatch, pace: Pace) -> dict[str, float]:
         """One burst: bring the scorer, score this rank's rows, take it away."""
@@ -168,16 +180,21 @@ class LearnerTwin:
         self.config: Config = build(tree)
         self.profile = load_profile(self.config.twin.profile)
         self.number = rank
-        self._fresh()
+        self._rank: TwinRank | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner-twin")
+        self._fresh()
 
     def _fresh(self) -> None:
-        """What a new process would be."""
+        """What a new process would be; what the old one was doing ends by itself and counts for nothing."""
+        if self._rank is not None:
+            self._rank.ended = True
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner-twin")
         self.instance = uuid.uuid4().hex[:12]
         self.version = FRESH
         self._met = 0
         self._box = ScoreBox()
-        self._rank: TwinRank | None = None
+        self._rank = None
         self._place = ("", 0, 0)
 
     async def run(self) -> None:
@@ -217,6 +234,8 @@ class LearnerTwin:
         rank, box = self._live(), self._box
         result = await self._do(lambda: rank.step(batch, step, signal, box))
         box.clear()
+        if rank.ended:
+            raise LearnerLost(f"rank {rank.rank} was replaced in step {step}")
         self.version = rank.version
         return result
 

@@ -194,3 +194,16 @@ async def test_evaluation_goes_first_and_outside_the_ledger() -> None:
         assert (await suite).success == 1.0
         again = await controller.evaluate("s", "greedy", 3, 10.0)
         assert again.tasks == 3, "asking again returns the finished suite"
+
+
+async def test_a_worker_that_was_ended_is_forgotten_and_its_counters_are_kept() -> None:
+    queue = MemoryQueue()
+    async with running(config(), queue, two()) as controller:
+        for worker in ("worker-0", "worker-1"):
+            report = Pull(worker=worker, incarnation="one", slots=4, free=0, counters={"turns": 5.0})
+            await controller.pull(report)
+        await controller.have(["worker-0", "generator-0"])
+        assert set((await controller.status())["workers"]) == {"worker-0"}
+        assert (await controller.step_facts({}))["workers"] == {"turns": 10.0}
+        await controller.have(["worker-0", "generator-0"])
+        assert (await controller.step_facts({}))["workers"] == {"turns": 10.0}, "once"

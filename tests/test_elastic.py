@@ -124,7 +124,7 @@ async def test_a_node_with_a_generator_and_a_worker_is_lost_and_comes_back(
     player: Path, tmp_path: Path
 ) -> None:
     """The job goes on with one generator, plays the worker's groups elsewhere, and uses the node again."""
-    steps = 60
+    steps = 110
     with RayNodes(cpus=3) as cluster:  # the head has room for one worker, each other node for two of anything
         cluster.add("a", cpus=2)
         cluster.add("b", cpus=2)
@@ -152,7 +152,7 @@ async def test_a_node_with_a_generator_and_a_worker_is_lost_and_comes_back(
 
 async def test_a_node_with_a_learner_is_lost_and_comes_back(player: Path, tmp_path: Path) -> None:
     """The learner group is rebuilt with the rank that is left, and grows again; losses stay the same."""
-    steps = 60
+    steps = 110
     with RayNodes(cpus=4) as cluster:  # one rank fits on each node
         cluster.add("a", cpus=1)
         cluster.add("b", cpus=1)

@@ -101,6 +101,10 @@ def test_totals_count_over_processes_and_causes() -> None:
     slot.note(report(tokens=4, starved_s=1.0, instance="two", busy=((5.0, 6.0),)), "no_work")
     assert slot.totals.tokens == 19
     assert slot.totals.starved_s == {"capacity": 1.0, "no_work": 0.5}
+    slot.back = True  # it was away, and a member again
+    slot.note(report(tokens=4, starved_s=70.0, instance="two"), "no_work")
+    slot.note(report(tokens=4, starved_s=70.5, instance="two"), "no_work")
+    assert slot.totals.starved_s == {"capacity": 1.0, "no_work": 1.0}, "waited while away: nobody's loss"
     assert slot.totals.busy_s == 3.0
     assert slot.restarts == 1
 

@@ -79,6 +79,17 @@ def test_chosen_policies_only(tiny: Path, tmp_path: Path) -> None:
     assert any("of 5 ranks" in line for line in tree["advice"])
 
 
+def test_a_given_split_is_not_tuned(tiny: Path, tmp_path: Path) -> None:
+    figures = tmp_path / "out.json"
+    words = ["simulate", str(tiny), "--steps", "4", "--seeds", "1", "--workers", "1", "--split", "3/4/1",
+             "--policy", "areal", "tide", "tide_no_elastic", "--json", str(figures)]  # fmt: skip
+    assert main(words) == 0
+    tree = json.loads(figures.read_text())["tiny"]
+    splits = {name: tuple(row["split"].values()) for name, row in tree["policies"].items()}
+    assert splits == {"areal": (3, 5, 0), "tide": (3, 4, 1), "tide_no_elastic": (3, 4, 1)}
+    assert tree["ranks"] == 8 and not any(row["sweep"] for row in tree["policies"].values())
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -88,6 +99,9 @@ def test_chosen_policies_only(tiny: Path, tmp_path: Path) -> None:
         (["text", "--profile", "no/such.toml"], "no file no/such.toml"),
         (["text", "--ranks", "1"], "--ranks 1: must be at least 2"),
         (["text", "--seeds", "0"], "--seeds 0: must be at least 1"),
+        (["text", "--split", "12"], "--split '12': give generators/learners/scorers"),
+        (["text", "--split", "0/4"], "--split 0/4: generators and learners must be at least 1"),
+        (["text", "--split", "4/4", "--ranks", "9"], "--split 4/4 has 8 ranks, --ranks says 9"),
         (["text", "--steps", "-3"], "--steps -3: must be at least 2"),
         (["text", "--json", "/no/such/folder/x.json"], "cannot write /no/such/folder/x.json"),
         (["text", "--picture", "x.svg"], "only PNG is written"),

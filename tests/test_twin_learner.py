@@ -175,6 +175,23 @@ async def test_a_resized_group_goes_on_where_the_old_one_was(tmp_path: Path) -> 
     assert same is not None and told.checksum == same.checksum and told.version == same.version == 6
 
 
+async def test_a_step_under_way_ends_with_the_process_and_leaves_no_trace() -> None:
+    """Its scores will never come; the fresh one must not wait behind it."""
+    twin = await joined()
+    rows = samples(2)
+    (batch,) = batches(rows)
+    old = asyncio.create_task(twin.step(batch, Late("offered", keys_of(rows)), 1))
+    await asyncio.sleep(0.1)
+    await twin.replace()
+    await twin.join("twin", 2, "", 0, 1)
+    begun = time.monotonic()
+    await twin.step(batch, None, 1)
+    assert time.monotonic() - begun < 1.0
+    with pytest.raises(LearnerLost):
+        await old
+    assert (await twin.info())[1] == 1
+
+
 async def test_replacing_gives_a_fresh_process() -> None:
     twin = await joined()
     before = twin.instance

@@ -23,7 +23,7 @@ from cluster.sim.policies import (
     split_for,
 )
 from cluster.sim.profile import Profile
-from cluster.sim.scenario import Result, Scenario, Split
+from cluster.sim.scenario import PolicyConfig, Result, Scenario, Split
 from cluster.sim.statistics import Interval, interval, ratio, reduction
 from cluster.sim.sweep import TUNING_STEPS, Progress, Tuned, run_many, tune
 from cluster.sim.workloads import TableWorkload, altered
@@ -55,6 +55,7 @@ class Options:
     seeds: tuple[int, ...] = (0, 1, 2)
     tuning_seeds: tuple[int, ...] = (0,)
     tuning_steps: int = TUNING_STEPS
+    split: Split | None = None  # run everybody with this one instead of searching
     full: bool = False  # sweep every eighth of the ranks, then to ranks / 32; run from an even split too
     workers: int = 1
 
@@ -127,7 +128,7 @@ def study(
     bases = {
         name: _whole(replace(base, policy=policy(name, lag)))
         for name in asked
-        if TWINS.get(name) not in asked
+        if TWINS.get(name) not in asked and (options.split is None or name == "sync")
     }
     found.tuned = tune(
         bases, options.ranks, seeds=options.tuning_seeds, steps=options.tuning_steps,
@@ -135,7 +136,9 @@ def study(
     )  # fmt: skip
     for name in asked:
         if name not in found.tuned:
-            found.tuned[name] = Tuned(Candidate(policy(name, lag), _split_of(name, found.tuned)))
+            row = policy(name, lag)
+            split = _given(row, options.split) if options.split else _split_of(name, found.tuned)
+            found.tuned[name] = Tuned(Candidate(row, split))
     jobs = [(name, found.tuned[name].scenario(base), seed) for seed in options.seeds for name in asked]
     naive = [name for name in UNTUNED if options.full and set(UNTUNED) <= set(asked)]
     for name in naive:
@@ -148,6 +151,13 @@ def study(
     for at, ((name, _, _), result) in enumerate(zip(jobs, results, strict=True)):
         (found.results if at < tuned else found.untuned).setdefault(name, []).append(result)
     return found
+
+
+def _given(row: PolicyConfig, split: Split) -> Split:
+    """The split asked for; scorers train where the policy has no use for them."""
+    if row.scoring in ("decoupled", "auto"):
+        return split
+    return Split(split.generators, split.learners + split.scorers)
 
 
 def _split_of(name: str, tuned: Mapping[str, Tuned]) -> Split:

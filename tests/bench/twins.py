@@ -301,7 +301,7 @@ def main() -> int:
     if arguments.study == "predict":
         report = predict(arguments.steps or 40)
     elif arguments.study == "shift":
-        report = shift(arguments.steps or 128, arguments.most)
+        report = shift(arguments.steps or 144, arguments.most)
     else:
         report = scale(arguments.steps or 12)
     report["seconds"] = time.time() - begun
