@@ -16,6 +16,11 @@ spread over ``n`` ranks generates at ``C / (base + C * per_sequence / n)``, and 
 ``u`` (*saturation*) of the term with ``b`` shrinks with ``n``; the longest episode does not shrink at all.
 Either the caller knows ``u``, or ``Saturation`` learns it from what happened when the count changed.
 
+Generators that the staleness bound holds back are busy all the same, with fewer sequences each: groups that
+lie ready beyond the next batch (the *surplus*) could be rolling out instead. Only the share ``1 - u`` of a
+group's time shrinks when more roll out together, so a step's generation could take
+``u + (1 - u) * open / (open + surplus)`` of what it took.
+
 While the ready queue fills or drains, generators make more or fewer groups than a step trains. What the
 trained ones took is the busy time times trained / made, ``made = trained + growth of the queue``.
 """
@@ -38,6 +43,10 @@ BELIEF = 0.5
 LEAST_NOISE = 0.05
 """Step times are never known better than to this share."""
 
+UNKNOWN = 0.5
+"""Saturation, as far as throttled generators go, until it is learned: decoding reads the weights once for all
+sequences, which nothing shortens, and each sequence's cache."""
+
 Phase = Literal["train", "eval", "cold"]
 Scoring = Literal["decoupled", "colocated"]
 
@@ -59,6 +68,8 @@ class StepFacts:
     head_age_s: float = 0.0  # age of the oldest ready group when the batch formed
     groups: int = 0  # trained in this step; 0 if unknown
     depth: int = 0  # ready groups at the commit, after those of the batch are gone
+    open: int = 0  # groups rolling out at the commit; 0 if unknown
+    most: int = 0  # groups that could roll out at once, were it not for the staleness bound; 0: no limit
     fill: float = 1.0  # groups in the batch / run.groups_per_step
     saturation: float | None = None  # u of the module docstring; None: to be learned
     phase: Phase = "train"  # cold: the pipeline still fills; eval: held-out tasks run
@@ -105,12 +116,14 @@ class Saturation:
     """Share of the generation time that more generators shorten, from (generators, seconds) of past steps.
 
     A regression of seconds on ``1 / generators`` that is drawn towards what was believed before: with few
-    points, noisy ones, or counts that hardly differed, the belief stays. It begins at 1 (all of it).
+    points, noisy ones, or counts that hardly differed, the belief stays. It begins at 1 (all of it):
+    the first move corrects it.
     """
 
     def __init__(self) -> None:
         self.share = 1.0  # at the present reference count
         self.reference = 0  # generators at the first step
+        self.learned = False  # there were steps with different counts
         self._prior = 1.0  # belief before the points
         self._points: list[tuple[int, float]] = []
 
@@ -137,6 +150,7 @@ class Saturation:
         weight = noise / BELIEF**2
         slope = min(mean_y / mean_x, max(0.0, (seen + weight * believed) / (spread + weight)))
         self.share = min(1.0, slope / (slope + mean_y - slope * mean_x))
+        self.learned = True
 
     def shifted(self) -> None:
         """A new load: keep the belief and the two steps that showed it."""
@@ -171,6 +185,7 @@ class Balance:
         generators, learners = max(1, counts["generator"]), max(1, counts["learner"])
         seconds = facts.generator_busy_s * self._trained_share(facts) / generators
         self._learn_saturation(facts, generators, seconds)
+        seconds *= self._unthrottled(facts)
         efficiency = self.speed(learners) / learners
         shifted = self.generation.add(seconds / self.saturation.scale(generators))
         shifted |= self.training.add(facts.learner_busy_s * efficiency)
@@ -206,6 +221,17 @@ class Balance:
             return 1.0
         made = facts.groups + facts.depth - before
         return min(2.0, max(0.5, facts.groups / made)) if made > 0 else 2.0
+
+    def _unthrottled(self, facts: StepFacts) -> float:
+        """Generation time if the bound let as many groups roll out as there is room for, over what it was."""
+        surplus = facts.depth - facts.groups
+        if facts.open <= 0 or facts.groups <= 0 or surplus <= 0:
+            return 1.0
+        could = facts.open + surplus
+        could = max(facts.open, min(could, facts.most)) if facts.most else could
+        known = self.saturation.learned or facts.saturation is not None
+        share = self.saturation.share if known else UNKNOWN
+        return share + (1 - share) * facts.open / could
 
     def step_s(self, counts: Mapping[str, int], scoring: Scoring) -> float:
         """Predicted seconds of a step; infinite where a needed role has no rank."""

@@ -19,7 +19,7 @@ assignments from the workers' pulls. It speaks only to Protocols. Generators are
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.assign import Assignments
@@ -181,6 +181,9 @@ class Controller:
         if self.elastic.active and self.watch.short:
             await self.fleet.refresh()
         seen = self.watch.barrier(facts, self.elastic.map.counts(), bool(self.evaluations.progress()))
+        if seen is not None:
+            slots = sum(worker.slots for worker in self.workers.values())
+            seen = replace(seen, open=len(self._open), most=slots // self.config.run.group_size)
         return await self.elastic.barrier(seen, facts, groups)
 
     async def moved(self, moved: Moved) -> None:

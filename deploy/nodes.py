@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 import psutil
+from ray.exceptions import RayActorError, RayTaskError
 
 from cluster import codec
 from cluster.config import Config
@@ -94,6 +95,7 @@ class Keeper:
         self._refused: dict[str, float] = {}  # node -> when it may be asked again
         self._told: tuple[list[str], float] = ([], 0.0)
         self._ending: dict[str, asyncio.Task[None]] = {}
+        self._starting: dict[str, asyncio.Task[None]] = {}  # learners and scorers that have not answered yet
 
     async def run(self) -> None:
         """Until cancelled. Raises ComponentFailed when an actor cannot be made."""
@@ -109,7 +111,7 @@ class Keeper:
                 await self.once(wanted)
                 await asyncio.sleep(POLL_S)
         finally:
-            for task in self._ending.values():
+            for task in (*self._ending.values(), *self._starting.values()):
                 task.cancel()
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
@@ -188,7 +190,10 @@ class Keeper:
             elif not self._has_seat(name):
                 continue  # its rank was lost meanwhile
             self.event("actor_made", {"actor": name})
-            self.supervisor.watch(name, await self.actors.make_again(name), late=True)
+            handle = await self.actors.make_again(name)
+            self.supervisor.watch(name, handle, late=True)
+            if name.startswith(("learner-", "scorer-")):
+                self._starting[name] = asyncio.create_task(self._start(name, handle), name=f"start {name}")
         for name in surplus:
             if name not in self._ending:
                 self.event("actor_ended", {"actor": name})
@@ -221,8 +226,20 @@ class Keeper:
         finally:
             self._ending.pop(name, None)
 
+    async def _start(self, name: str, handle: Any) -> None:
+        """Wait until it can take up its role (``have`` tells it from then on), or is no more."""
+        while name in self.actors.handles and self.actors.handles[name] is handle:
+            try:
+                if await handle.ready.remote():
+                    break
+            except (RayActorError, RayTaskError):  # its supervision deals with that
+                pass
+            await asyncio.sleep(POLL_S)
+        if self._starting.get(name) is asyncio.current_task():
+            del self._starting[name]
+
     async def _tell_have(self) -> None:
-        names, now = sorted(self.actors.handles), time.monotonic()
+        names, now = sorted(set(self.actors.handles) - set(self._starting)), time.monotonic()
         told, when = self._told
         if names == told and now - when < TELL_EVERY_S:
             return

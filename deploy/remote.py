@@ -40,6 +40,7 @@ class ControllerActor:
         self._started = asyncio.Event()
         self._controller: Controller | None = None
         self._sink: RaySink | None = None
+        self._there: set[str] = set()  # actors that answer, by the driver's word
 
     @sole
     async def run(self) -> None:
@@ -49,7 +50,7 @@ class ControllerActor:
         queue = RedisQueue(self.url, prefix=self.config.queue.prefix, run=self.folder.run_id)
         trace = Trace(self.folder.trace, "controller")
         controller = Controller(
-            self.config, queue, tasks.task, generator_port, trace, actor_ready, switch_priors(self.config)
+            self.config, queue, tasks.task, generator_port, trace, self._ready, switch_priors(self.config)
         )
         try:
             await controller.start(self.session)
@@ -98,6 +99,7 @@ class ControllerActor:
 
     async def have(self, names: list[str], free: int | None = None) -> None:
         """See ``Controller.have``."""
+        self._there = set(names)
         await (await self._live()).have(names, free)
 
     async def located(self, nodes: dict[int, str]) -> None:
@@ -144,6 +146,15 @@ class ControllerActor:
         """See ``Controller.status``."""
         return await (await self._live()).status()
 
+    async def _ready(self, name: str) -> bool:
+        """An actor can take up its role: a generator's engine runs, a learner or scorer has answered.
+
+        The driver lists those when they have: a handle of theirs would import torch into this process.
+        """
+        if name.startswith("generator-"):
+            return (await generator_port(name).health()).ready
+        return name in self._there
+
     async def stop(self) -> None:
         """End ``run``."""
         if self._controller is not None:
@@ -153,14 +164,6 @@ class ControllerActor:
 def generator_port(name: str) -> RemoteGenerator:
     """Raises ValueError while there is no actor of that name."""
     return RemoteGenerator(ray.get_actor(name))
-
-
-async def actor_ready(name: str) -> bool:
-    """An actor can take up its role: a generator's engine runs, a learner or scorer answers."""
-    handle = ray.get_actor(name)
-    if name.startswith("generator-"):
-        return (await RemoteGenerator(handle).health()).ready
-    return bool(await handle.ready.remote())
 
 
 def switch_priors(config: Config) -> dict[str, float]:

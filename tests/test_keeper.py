@@ -53,6 +53,18 @@ class FakeSeats:
             del self.seats[name]
 
 
+class FakeMember:
+    """An actor that answers once it may."""
+
+    def __init__(self) -> None:
+        self.ready = self
+        self.may_answer = asyncio.Event()
+
+    async def remote(self) -> bool:
+        await self.may_answer.wait()
+        return True
+
+
 class FakeActors:
     """Names that exist, and what was done to them."""
 
@@ -76,7 +88,7 @@ class FakeActors:
 
     async def make_again(self, name: str) -> Any:
         self.log.append(f"make {name}")
-        self.handles[name] = object()
+        self.handles[name] = FakeMember()
         return self.handles[name]
 
     async def end(self, name: str, supervisor: Any) -> None:
@@ -198,6 +210,16 @@ async def test_a_member_is_made_when_wanted_and_stays_when_idle() -> None:
     assert await rig.round("generator-0", "learner-0", "learner-2") == ["make learner-2"]
     assert "generator-1" in rig.actors.handles, "idle and resident"
     assert await rig.round() == []
+
+
+async def test_a_learner_is_told_when_it_answers_a_generator_when_it_exists() -> None:
+    rig = Rig()
+    await rig.round("generator-0", "learner-0", "learner-2", "generator-2")
+    assert "learner-2" not in rig.have[0]
+    rig.actors.handles["learner-2"].may_answer.set()
+    await settle()
+    await rig.round("generator-0", "learner-0", "learner-2")
+    assert "learner-2" in rig.have[0] and "generator-2" in rig.have[0]
 
 
 async def test_idle_members_are_ended_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ HOMES = {
         "*/remote.py",
         "deploy/attach.py",
         "deploy/local.py",
+        "deploy/nodes.py",
         "deploy/placement.py",
         "deploy/run.py",
         "deploy/supervise.py",

@@ -167,13 +167,14 @@ LOADS = st.builds(Load, generate=st.floats(50, 1000), train=st.floats(50, 1000))
 def test_a_steady_load_never_makes_it_oscillate(
     ranks: int, share: float, load: Load, seed: int, sigma: float
 ) -> None:
-    """Two moves that undo each other are a horizon apart; without noise there are none."""
+    """Two moves that undo each other are a horizon apart; without noise at most one is taken back (one
+    that was made while the queue still filled)."""
     first = min(ranks - 1, max(1, round(share * ranks)))
     run = elastic(split_of(first, ranks - first), seed, lambda: phases(150, load), sigma)
     pairs = list(pairwise(run.moves))
     assert all(b[0] - a[0] >= 10 for a, b in pairs if a[1] != b[1]), run.moves
     if sigma < 0.01:
-        assert len({kind for _, kind in run.moves}) <= 1, run.moves
+        assert sum(a[1] != b[1] for a, b in pairs) <= 1, run.moves
 
     def step_s(split: dict[str, int]) -> float:
         return max(load.generate / split["generator"], load.train / Balance().speed(split["learner"]))
@@ -484,3 +485,19 @@ def test_the_deficit_is_signed_and_per_rank() -> None:
     assert deficit(facts(), split_of(4, 4)) == pytest.approx(0.7)
     assert deficit(facts(rwt_s=40.0, twt_s=0.0), split_of(8, 1)) == pytest.approx(-0.5)
     assert deficit(facts(step_s=0.0), split_of(1, 1)) == 0.0
+
+
+def test_generators_held_back_by_the_bound_count_as_faster_than_they_look() -> None:
+    """With a surplus in the queue, and room for more groups, a generator less is predicted to cost little."""
+    counts = {"generator": 4, "learner": 4, "scorer": 0}
+    known = dict(step_s=10.0, rwt_s=0.0, twt_s=0.0, generator_busy_s=40.0, learner_busy_s=40.0, groups=8)
+
+    def generation(**queue: int) -> float:
+        balance = Balance()
+        balance.observe(StepFacts(step=1, depth=queue.get("depth", 0), **known), counts)
+        balance.observe(StepFacts(step=2, **known, **queue), counts)
+        return balance.generation.get()
+
+    held = generation(depth=16, open=8)
+    assert held < generation(depth=16) == generation(depth=8, open=8)  # unknown; no surplus
+    assert held < generation(depth=16, open=8, most=8)  # no room for more

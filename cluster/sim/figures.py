@@ -115,6 +115,8 @@ class Figures:
             head_age_s=trainer.head_age_s,
             groups=len(trainer.batch),
             depth=len(trainer.ready),
+            open=self.rollout.groups_open,
+            most=scenario.env_slots // scenario.group_size,
             fill=len(trainer.batch) / scenario.groups_per_step,
             phase="cold" if training < COLD_STEPS else "eval" if evaluating else "train",
             scoring="decoupled" if trainer.scoring == "decoupled" else "colocated",
