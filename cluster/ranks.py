@@ -242,9 +242,15 @@ class RankMachine:
         return proposal.predicted_s * self.bounds.horizon_steps - switches * proposal.cost_s
 
     def _cold(self, facts: StepFacts, counts: Mapping[str, int], agreed: str) -> Proposal | None:
-        """Before both sides are measured: what serves nobody yet generates; learners stay."""
+        """Before both sides are measured: what serves nobody yet generates; learners stay.
+
+        So does a scorer, if one more generator would shorten the learners' wait by more than it costs to send
+        it there and back.
+        """
         sources = ["spare"]
-        if self.bounds.scoring == "auto" and agreed == "generation":
+        there_and_back = self.switches.cost("scorer>generator") + self.switches.cost("generator>scorer")
+        won_s = facts.twt_s / max(1, counts["learner"]) / (counts["generator"] + 1)
+        if self.bounds.scoring == "auto" and agreed == "generation" and won_s > there_and_back:
             sources.append("scorer")
         for source in sources:
             if counts[source] > 0 and self._may(source, "generator", facts, counts):
