@@ -276,7 +276,7 @@ def test_cold_start_and_evaluation_favour_generation() -> None:
     away = machine()
     assert all(away.decide(facts(n, phase="eval", **TRAINING_BOUND), counts) is None for n in range(1, 9))
     cold = machine(scoring="auto")
-    assert cold.decide(facts(1, phase="cold"), split_of(4, 3, 1)) is None, "1.9 s are not worth 2 s of switches"
+    assert cold.decide(facts(1, phase="cold"), split_of(4, 3, 1)) is None, "2 s to and fro"
     cold = machine(scoring="auto")
     proposal = cold.decide(facts(1, step_s=20.0, twt_s=56.0, phase="cold"), split_of(4, 3, 1))
     assert proposal is not None and (proposal.kind, proposal.scoring) == ("scorer>generator", "colocated")
