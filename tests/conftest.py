@@ -1,4 +1,8 @@
-"""One Valkey server for the whole test session."""
+"""One Valkey server for the whole test session; property tests that repeat.
+
+Property tests try the same examples every time, so that a change is judged by what it changed.
+``HYPOTHESIS_PROFILE=search`` looks for new ones.
+"""
 
 import os
 from collections.abc import Iterator
@@ -6,8 +10,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from cluster.valkey import ValkeyServer
+
+settings.register_profile("repeatable", derandomize=True)
+settings.register_profile("search")
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
 @pytest.fixture(scope="session")
