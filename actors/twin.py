@@ -28,7 +28,7 @@ from cluster.config import Config
 from cluster.errors import ConfigError, EngineFailed, StaleEpoch, WeightsFailed
 from cluster.messages import GeneratorHealth
 from cluster.model_folder import ids_in_use
-from cluster.sim.library import load_profile
+from cluster.sim.catalogue import load_profile
 from cluster.sim.profile import Profile
 from cluster.sim.scenario import Plan, Workload
 from cluster.sim.service import Done, GeneratorModel

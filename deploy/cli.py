@@ -20,7 +20,7 @@ from typing import Any
 
 from cluster.config import Config, apply_override, build, dump, load
 from cluster.errors import ConfigError, SpringtideError
-from cluster.sim.library import names
+from cluster.sim.catalogue import names
 from cluster.sim.policies import POLICIES
 from deploy.signals import Terminated, sigterm_raises
 

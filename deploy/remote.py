@@ -11,7 +11,7 @@ from cluster.config import Config, build
 from cluster.controller import Controller
 from cluster.messages import EvalEpisode, EvalSummary, Grant, Moved, Published, Pull, RankRow
 from cluster.processes import announce, sole
-from cluster.sim.library import load_profile
+from cluster.sim.catalogue import load_profile
 from cluster.sim.profile import SwitchProfile
 from cluster.stream import RedisQueue
 from cluster.targets import switch_costs

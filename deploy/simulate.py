@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from cluster.errors import ConfigError, nearest
-from cluster.sim.library import load_profile
+from cluster.sim.catalogue import load_profile
 from cluster.sim.policies import ASYNC, POLICIES
 from cluster.sim.profile import Profile
 from cluster.sim.scenario import Split

@@ -24,7 +24,7 @@ import numpy as np
 from cluster.config import Config, build
 from cluster.errors import CheckpointDamaged, LearnerLost
 from cluster.processes import announce
-from cluster.sim.library import load_profile
+from cluster.sim.catalogue import load_profile
 from cluster.sim.profile import Profile
 from cluster.types import Weights
 from learner.batch import NOT_SAMPLED, RankBatch

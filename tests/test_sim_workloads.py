@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import ConfigError
-from cluster.sim.library import load_profile, names
+from cluster.sim.catalogue import load_profile, names
 from cluster.sim.workloads import Quantiles, TableWorkload, altered, load_workload, train_tokens, uniform
 
 REPO = Path(__file__).resolve().parent.parent

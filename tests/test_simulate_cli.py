@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster.sim.library import load_profile
+from cluster.sim.catalogue import load_profile
 from cluster.sim.policies import ASYNC, POLICIES, STATIC, around, policy, scan, scorer_share, split_for
 from cluster.sim.study import FULL, QUICK, Options, headline, step_reduction, study
 from cluster.sim.sweep import best_split, run_many

@@ -19,7 +19,7 @@ from actors.tokenizer import Tokenizer
 from actors.twin import TwinEngine
 from cluster.config import Config, build
 from cluster.errors import ConfigError, EnvFailed, EnvTimeout, StaleEpoch, WeightsFailed
-from cluster.sim.library import load_profile
+from cluster.sim.catalogue import load_profile
 from cluster.types import (
     Completion,
     EndKind,

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.config import build, dump
 from cluster.errors import CheckpointDamaged, LearnerLost
-from cluster.sim.library import load_profile
+from cluster.sim.catalogue import load_profile
 from learner.batch import RankBatch, Sample, pack
 from learner.group import FRESH, UNUSABLE, LearnerGroup
 from learner.late import Late, keys_of

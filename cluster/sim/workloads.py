@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from cluster.config import Section
 from cluster.errors import ConfigError
-from cluster.sim.library import find, read
+from cluster.sim.catalogue import find, read
 from cluster.sim.scenario import Plan, Turn
 
 Table = float | tuple[tuple[float, float], ...]

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cluster.sim.library import load_profile
+from cluster.sim.catalogue import load_profile
 from cluster.sim.policies import policy, split_for
 from cluster.sim.scenario import Scenario
 from cluster.sim.workloads import load_workload

@@ -32,7 +32,7 @@ from msgspec.structs import replace
 
 from cluster.config import Config, load
 from cluster.metrics import read_steps
-from cluster.sim.library import load_profile
+from cluster.sim.catalogue import load_profile
 from cluster.sim.profile import Profile
 from cluster.sim.scenario import Scenario
 from cluster.sim.workloads import load_workload
