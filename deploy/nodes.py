@@ -230,9 +230,9 @@ class Keeper:
         """Wait until it can take up its role (``have`` tells it from then on), or is no more."""
         while name in self.actors.handles and self.actors.handles[name] is handle:
             try:
-                if await handle.ready.remote():
+                if await asyncio.wait_for(handle.ready.remote(), ASK_S):
                     break
-            except (RayActorError, RayTaskError):  # its supervision deals with that
+            except (RayActorError, RayTaskError, TimeoutError):  # its supervision deals with that
                 pass
             await asyncio.sleep(POLL_S)
         if self._starting.get(name) is asyncio.current_task():

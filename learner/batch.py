@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.errors import LearnerLost
 from cluster.pipeline import order
 from cluster.types import Call, Group, Trajectory, floats, full_ids, ids
 
@@ -102,6 +103,17 @@ class RankBatch:
         if self.splits:
             return [slice(a, b) for a, b in zip((0, *self.splits), self.splits, strict=False)]
         return [slice(i, min(i + self.micro_rows, self.rows)) for i in range(0, self.rows, self.micro_rows)]
+
+    def check(self, rank: int, version: int, step: int) -> None:
+        """Raise LearnerLost unless a rank at ``version`` may train this batch as ``step``."""
+        if version != step - 1:
+            raise LearnerLost(
+                f"rank {rank} is at version {version} and cannot make step {step}; "
+                f"it can make step {version + 1}"
+            )
+        newest = int(self.versions.max(initial=NOT_SAMPLED))
+        if newest > version:
+            raise LearnerLost(f"token version {newest} is newer than the learner's, {version}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

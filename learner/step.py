@@ -20,7 +20,7 @@ from torch import Tensor
 from cluster.config import Config
 from cluster.errors import LearnerLost
 from cluster.types import Weights
-from learner.batch import NOT_SAMPLED, RankBatch
+from learner.batch import RankBatch
 from learner.checkpoint import (
     Meta,
     fingerprint,
@@ -118,14 +118,7 @@ class LearnerRank:
         """
         if self.version == step:
             return self._answer_again(step)
-        if self.version != step - 1:
-            raise LearnerLost(
-                f"rank {self.rank} is at version {self.version} and cannot make step {step}; "
-                f"it can make step {self.version + 1}"
-            )
-        newest = int(batch.versions.max(initial=NOT_SAMPLED))
-        if newest > self.version:
-            raise LearnerLost(f"token version {newest} is newer than the learner's, {self.version}")
+        batch.check(self.rank, self.version, step)
         started = time.time()
         try:
             metrics, applied = self._update(batch, step, signals)

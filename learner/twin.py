@@ -27,7 +27,7 @@ from cluster.processes import announce
 from cluster.sim.catalogue import load_profile
 from cluster.sim.profile import Profile
 from cluster.types import Weights
-from learner.batch import NOT_SAMPLED, RankBatch
+from learner.batch import RankBatch
 from learner.group import FRESH, UNUSABLE
 from learner.late import Key, Late, OfferedSignals, ScoreBox, Scored
 from learner.manifest import MANIFEST, checkpoints, digest
@@ -80,14 +80,7 @@ class TwinRank:
         """Make optimizer step ``step``; answer from memory if it has been made. Raises LearnerLost."""
         if self.version == step and self.last is not None:
             return {**self.last, "repeated": 1.0}
-        if self.version != step - 1:
-            raise LearnerLost(
-                f"rank {self.rank} is at version {self.version} and cannot make step {step}; "
-                f"it can make step {self.version + 1}"
-            )
-        newest = int(batch.versions.max(initial=NOT_SAMPLED))
-        if newest > self.version:
-            raise LearnerLost(f"token version {newest} is newer than the learner's, {self.version}")
+        batch.check(self.rank, self.version, step)
         begun = time.time()
         spent = self._compute(batch, late, box)
         text = f"{self.digest}/{step}/{batch.global_tokens}"

@@ -27,6 +27,7 @@ from cluster.types import (
     pack_ids,
 )
 from learner.batch import RankBatch, Sample, pack
+from learner.checkpoint import tensors_of
 from learner.model import flatten_rows, load_model
 from learner.step import LearnerRank
 
@@ -177,3 +178,17 @@ def make_group(members: list[Trajectory]) -> Group:
     return Group(
         id="g0", task=Task(id="x", env="frozenlake", seed=0), size=len(members), members=tuple(members)
     )
+
+
+def state_of(rank: LearnerRank) -> dict[str, torch.Tensor]:
+    """Weights and moments, whole, by name."""
+    _, optimizer = rank.joined()
+    found = tensors_of(rank.model, optimizer)
+    return {n: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for n, t in found.items()}
+
+
+def assert_equal(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
+    """Bit for bit."""
+    assert one.keys() == two.keys() and one
+    for name in one:
+        assert torch.equal(one[name], two[name]), name

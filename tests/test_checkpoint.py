@@ -11,14 +11,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cluster.errors import CheckpointDamaged
-from learner.checkpoint import fingerprint, load_checkpoint, tensors_of
+from learner.checkpoint import fingerprint, load_checkpoint
 from learner.manifest import checkpoints, latest_valid, verify
 from tests.learner_tiny import (
+    assert_equal,
     make_config,
     make_model,
     make_samples,
     one_rank,
     single_rank,
+    state_of,
     with_behaviour,
 )
 from tests.test_learner import run_world
@@ -33,18 +35,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def batch(model: Path):
     samples, advantage = make_samples()
     return one_rank(with_behaviour(model, samples, 0.1), advantage)
-
-
-def state_of(rank) -> dict[str, torch.Tensor]:
-    _, optimizer = rank.joined()
-    found = tensors_of(rank.model, optimizer)
-    return {n: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for n, t in found.items()}
-
-
-def assert_equal(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == two.keys() and one
-    for name in one:
-        assert torch.equal(one[name], two[name]), name
 
 
 def test_update_after_resuming_is_bit_equal(model: Path, batch, tmp_path: Path) -> None:

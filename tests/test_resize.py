@@ -14,12 +14,20 @@ import torch
 from cluster.errors import LearnerLost
 from cluster.types import Weights
 from learner.batch import pack
-from learner.checkpoint import tensors_of
 from learner.group import FRESH, UNUSABLE, LearnerGroup
 from learner.reshard import gather_parts, load_parts
 from learner.signals import ReferenceScorer
 from learner.state import Gathered, State
-from tests.learner_tiny import make_config, make_model, make_samples, one_rank, single_rank, with_behaviour
+from tests.learner_tiny import (
+    assert_equal,
+    make_config,
+    make_model,
+    make_samples,
+    one_rank,
+    single_rank,
+    state_of,
+    with_behaviour,
+)
 from tests.test_learner import run_world
 
 
@@ -32,18 +40,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def batch(model: Path):
     samples, advantage = make_samples()
     return one_rank(with_behaviour(model, samples, 0.1), advantage)
-
-
-def state_of(rank) -> dict[str, torch.Tensor]:
-    _, optimizer = rank.joined()
-    found = tensors_of(rank.model, optimizer)
-    return {n: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for n, t in found.items()}
-
-
-def assert_equal(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == two.keys() and one
-    for name in one:
-        assert torch.equal(one[name], two[name]), name
 
 
 def test_the_update_after_a_handover_is_bit_equal(model: Path, batch) -> None:
