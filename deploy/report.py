@@ -63,7 +63,7 @@ def _outcome(reward: Any) -> Any:
 
 def draw_reward(axes: Axes, steps: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]]) -> None:
     """Reward with a band of one standard deviation, success, and held-out evaluation as points."""
-    _style(axes, "Reward and success", "optimizer step")
+    style(axes, "Reward and success", "optimizer step")
     x = [record["step"] for record in steps]
     # Named rewards lie beside the outcome, which is what is trained; they are no parts of a sum.
     outcomes = [_outcome(record["reward"]) for record in steps]
@@ -95,7 +95,7 @@ def draw_reward(axes: Axes, steps: Sequence[Mapping[str, Any]], records: Sequenc
 
 def draw_throughput(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
     """Tokens per second that were trained, beside those sampled."""
-    _style(axes, "Throughput (tokens per second)", "optimizer step")
+    style(axes, "Throughput (tokens per second)", "optimizer step")
     x = [record["step"] for record in steps]
     for name, color, label in (
         ("sampled_tok_s", GREY, "sampled"),
@@ -110,7 +110,7 @@ def draw_throughput(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
 
 def draw_lag(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
     """How many groups were trained at each lag."""
-    _style(axes, "Lag of trained groups (versions)", "lag")
+    style(axes, "Lag of trained groups (versions)", "lag")
     counts: Counter[int] = Counter()
     for record in steps:
         for lag, number in (record.get("lag_hist") or {}).items():
@@ -127,7 +127,7 @@ def draw_lag(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
 
 def draw_waits(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
     """Seconds that generators and learners waited, per step, on top of each other."""
-    _style(axes, "Waiting per step (seconds)", "optimizer step")
+    style(axes, "Waiting per step (seconds)", "optimizer step")
     x = [record["step"] for record in steps]
     generator = [_zero(value) for value in _series(steps, "wait_rwt_s")]
     learner = [_zero(value) for value in _series(steps, "wait_twt_s")]
@@ -139,7 +139,7 @@ def draw_waits(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
 
 def draw_learning(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
     """Entropy on the left; engine against learner log-probs on a logarithmic scale at the right."""
-    _style(axes, "Entropy and log-prob mismatch", "optimizer step")
+    style(axes, "Entropy and log-prob mismatch", "optimizer step")
     x = [record["step"] for record in steps]
     axes.plot(x, _series(steps, "entropy"), color=GREEN, linewidth=1.5, label="entropy (nat)")
     axes.set_ylabel("entropy", fontsize=9, color=GREEN)
@@ -157,7 +157,7 @@ def draw_learning(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
 
 def draw_ledger(axes: Axes, ledger: Mapping[str, Any]) -> None:
     """Where every admitted trajectory went."""
-    _style(axes, "Ledger (trajectories)", "")
+    style(axes, "Ledger (trajectories)", "")
     rows: list[tuple[str, int, str]] = []
     for state, color in (
         ("pending", GREY), ("trained", GREEN), ("dropped", ORANGE), ("abandoned", ORANGE), ("failed", RED),
@@ -177,12 +177,12 @@ def draw_ledger(axes: Axes, ledger: Mapping[str, Any]) -> None:
     bars = axes.barh(names, counts, color=colors, height=0.6)
     axes.bar_label(bars, fontsize=8, color=INK, padding=3)
     axes.margins(x=0.15)
-    axes.set_title(f"Ledger ({int(ledger.get('admitted') or 0):,} trajectories admitted)", **_TITLE)
+    axes.set_title(f"Ledger ({int(ledger.get('admitted') or 0):,} trajectories admitted)", **TITLE)
 
 
 def draw_ranks(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
     """Ranks by role, on top of each other."""
-    _style(axes, "Ranks by role", "optimizer step")
+    style(axes, "Ranks by role", "optimizer step")
     x = [record["step"] for record in steps]
     colors = {"generator": BLUE, "learner": GREEN, "scorer": ORANGE, "spare": GREY}
     below = [0.0] * len(x)
@@ -197,7 +197,7 @@ def draw_ranks(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
 
 def draw_switches(axes: Axes, moves: Sequence[Mapping[str, Any]]) -> None:
     """What each move took, by part, beside what it was expected to take."""
-    _style(axes, "Moves: seconds by part (line: expected)", "")
+    style(axes, "Moves: seconds by part (line: expected)", "")
     made = [move for move in moves if move["seconds"] is not None][-_MOVES_DRAWN:]
     if not made:
         _empty(axes, "no move was made")
@@ -221,7 +221,7 @@ def draw_switches(axes: Axes, moves: Sequence[Mapping[str, Any]]) -> None:
 
 def draw_savings(axes: Axes, moves: Sequence[Mapping[str, Any]]) -> None:
     """Predicted against realised saving per step."""
-    _style(axes, "Moves: saving per step (seconds)", "")
+    style(axes, "Moves: saving per step (seconds)", "")
     told = [move for move in moves if move["predicted_s"]][-_MOVES_DRAWN:]
     if not told:
         _empty(axes, "no saving was predicted")
@@ -267,11 +267,12 @@ def _title(folder: Path, steps: Sequence[Mapping[str, Any]], summary: Mapping[st
     return f"{text} in {seconds / 60:.1f} min" if seconds > 0 else text
 
 
-_TITLE: dict[str, Any] = {"fontsize": 10, "color": INK, "loc": "left", "weight": "bold"}
+TITLE: dict[str, Any] = {"fontsize": 10, "color": INK, "loc": "left", "weight": "bold"}
 
 
-def _style(axes: Axes, title: str, label: str) -> None:
-    axes.set_title(title, **_TITLE)
+def style(axes: Axes, title: str, label: str) -> None:
+    """Title, label of the x axis, and the look of all charts."""
+    axes.set_title(title, **TITLE)
     axes.set_xlabel(label, fontsize=9, color=INK)
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -12,14 +11,13 @@ from matplotlib.patches import Patch
 
 from cluster.sim.scenario import Result
 from cluster.sim.statistics import Interval
-from deploy.report import BLUE, GREEN, GREY, GRID, INK, ORANGE, RED
+from deploy.report import BLUE, GREEN, GREY, GRID, INK, ORANGE, RED, style
 
 ROLES = {"generator": "#9cc3ea", "learner": "#f2c48a", "scorer": "#9ed3ae", "spare": "#e3e6e9"}
 """Colours of roles; a rank that waits is drawn in ``WAIT`` over them."""
 WAIT = "#5d6670"
 BINS = 480
 """Columns of the Gantt chart: a wait shorter than its column is drawn by its share of it."""
-_TITLE: dict[str, Any] = {"fontsize": 10, "color": INK, "loc": "left", "weight": "bold"}
 
 
 def draw_study(
@@ -45,7 +43,7 @@ def draw_study(
 
 def gantt(axes: Axes, result: Result, bins: int = BINS) -> None:
     """One row per rank, coloured by its role; dark where it waited. Vertical lines: moves."""
-    _style(axes, f"Roles of the ranks ({result.scenario.policy.name}); dark: waiting", "simulated seconds")
+    style(axes, f"Roles of the ranks ({result.scenario.policy.name}); dark: waiting", "simulated seconds")
     end = _end(result)
     ranks = 1 + max((rank for _, rank, _ in result.roles), default=0)
     names = list(ROLES)
@@ -95,7 +93,7 @@ def waiting(
 
 def goodput_bars(axes: Axes, goodput: Mapping[str, Interval]) -> None:
     """Goodput of each policy with its interval over seeds."""
-    _style(axes, "Goodput (tokens per second, all ranks)", "")
+    style(axes, "Goodput (tokens per second, all ranks)", "")
     names = list(goodput)[::-1]
     means = [goodput[name].mean for name in names]
     colors = [BLUE if name.startswith("tide") else GREY for name in names]
@@ -111,7 +109,7 @@ def goodput_bars(axes: Axes, goodput: Mapping[str, Interval]) -> None:
 
 def wait_bars(axes: Axes, results: Mapping[str, Sequence[Result]]) -> None:
     """Share of all rank-seconds that were waited, by side and cause."""
-    _style(axes, "Waiting (share of all rank-seconds)", "")
+    style(axes, "Waiting (share of all rank-seconds)", "")
     names = list(results)[::-1]
     causes = {name: causes_of(results[name]) for name in names}
     every = sorted({cause for found in causes.values() for cause in found})
@@ -146,7 +144,7 @@ def causes_of(results: Sequence[Result]) -> dict[str, float]:
 
 def depth_lines(axes: Axes, ours: Result, static: Result | None) -> None:
     """Ready groups over time."""
-    _style(axes, "Ready groups in the queue", "simulated seconds")
+    style(axes, "Ready groups in the queue", "simulated seconds")
     for result, color in ((static, GREY), (ours, BLUE)):
         if result is None or not result.depth:
             continue
@@ -163,7 +161,7 @@ def draw_bars(path: str | Path, title: str, rows: Mapping[str, Mapping[str, Inte
     """Groups of bars, one group per workload, one bar per policy, as a multiple of the first policy."""
     figure = Figure(figsize=(11, 4.2), dpi=90, facecolor="white", layout="constrained")
     axes = figure.subplots()
-    _style(axes, title, "")
+    style(axes, title, "")
     names = list(dict.fromkeys(name for row in rows.values() for name in row))
     width = 0.8 / max(1, len(names))
     palette = [GREY, "#b8c0c7", ORANGE, GREEN, "#7b5ea7", "#b98f2d", BLUE]
@@ -194,14 +192,3 @@ def _fade() -> ListedColormap:
     """From nothing to the colour of waiting."""
     red, green, blue = (int(WAIT[at : at + 2], 16) / 255 for at in (1, 3, 5))
     return ListedColormap([(red, green, blue, alpha) for alpha in np.linspace(0, 0.9, 32)])
-
-
-def _style(axes: Axes, title: str, label: str) -> None:
-    axes.set_title(title, **_TITLE)
-    axes.set_xlabel(label, fontsize=9, color=INK)
-    axes.grid(axis="y", color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(GRID)
-    axes.tick_params(labelsize=8, colors=INK)
-
