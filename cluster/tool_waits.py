@@ -18,7 +18,7 @@ from math import inf
 _WINDOW = 256  # waits kept per tool: quantiles to a few per cent, a change of regime shows in a few groups
 _ENOUGH = 20  # waits before a tool's own distribution is believed (else the pooled one, else the prior)
 _TOOLS = 256  # tools told apart; a name beyond that counts as pooled only
-_REFRESH = 0.25  # of the window renewed: the hull is built again
+_REFRESH = 0.5  # of the window renewed: the hull is built again
 
 
 class _Waits:

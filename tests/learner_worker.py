@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import random
 import sys
 from pathlib import Path
@@ -124,6 +125,9 @@ def main() -> None:
     if rank == world - 1:  # the last rank: metrics must be global, not rank 0's own
         (folder / f"{job}-{world}.json").write_text(json.dumps(result))
     learner.leave()
+    # As a rank's actor does: torch's caches keep the process group's threads alive, and one that still drops
+    # its last tensor while the interpreter is torn down would abort a process that has done its work.
+    os._exit(0)
 
 
 if __name__ == "__main__":
