@@ -29,7 +29,7 @@ import msgspec
 from actors.engine_build import build, end_handler, shut_down, shut_down_late
 from actors.engine_requests import WARM_UP, RequestCore
 from cluster.config import GeneratorConfig
-from cluster.errors import ConfigError, EngineFailed, StaleEpoch, WeightsFailed
+from cluster.errors import ConfigError, EngineFailed, WeightsFailed
 from cluster.model_folder import check_folder, ids_in_use
 from cluster.types import Request, Sampling, Weights, pack_ids
 
@@ -38,7 +38,7 @@ _CLOSE_S = 10.0
 
 
 class Engine(RequestCore):
-    """One replica. ``dead`` is set when it can serve no more; ``reason`` says why."""
+    """One replica; see the module docstring."""
 
     def __init__(
         self,
@@ -60,11 +60,6 @@ class Engine(RequestCore):
         self._path = Path(model_path)
         self._seed = seed
         self._sync_timeout_s = sync_timeout_s
-        self._watcher: asyncio.Task[None] | None = None
-        self._sync = asyncio.Lock()
-        self._loads = 0
-        self._epoch = 0
-        self._checksum = ""
         self.prefill_tok_s = 0.0  # prompt tokens a second, as the warm-up measured them; 0 before
 
     # -- life -------------------------------------------------------------------------------
@@ -111,40 +106,7 @@ class Engine(RequestCore):
             await end_handler(llm)
             await asyncio.to_thread(shut_down, llm)
 
-    async def run_until_dead(self) -> str:
-        """Wait until the engine can serve no more; returns the reason."""
-        await self.dead.wait()
-        return self.reason
-
     # -- weights ----------------------------------------------------------------------------
-
-    async def load_weights(self, weights: Weights, epoch: int) -> int:
-        """Replace the weights while requests are in flight; returns the version now live.
-
-        Repeating an order changes nothing. Raises StaleEpoch for an order older than one seen, and
-        WeightsFailed with the old version still live. If an update broke off half way, the
-        engine is dead as well: half a model serves nobody.
-        """
-        async with self._sync:
-            if epoch < self._epoch:
-                raise StaleEpoch(f"{self.name}: order of epoch {epoch}, already at {self._epoch}")
-            if not self.healthy:
-                raise WeightsFailed(f"{self.name} is not running: {self.reason or 'not started'}")
-            same_history = epoch == self._epoch
-            self._epoch = epoch
-            if weights.version == self._version and weights.checksum == self._checksum:
-                return self._version
-            first = not self._checksum  # version may equal the start's, whose checksum is unknown
-            if same_history and weights.version < self._version + (0 if first else 1):
-                raise WeightsFailed(
-                    f"{self.name}: version {weights.version} after {self._version} in epoch {epoch}"
-                )
-            started = time.monotonic()
-            try:
-                await self._update(weights)
-            finally:
-                self._sync_s += time.monotonic() - started
-            return self._version
 
     async def checksums(self) -> dict[str, str]:
         """Digest of every tensor of the live model, by worker and vLLM's parameter name.

@@ -2,8 +2,11 @@
 
 import asyncio
 import contextlib
+import logging
 import os
+import signal
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +46,7 @@ def build(
     and vLLM's type of a request to its core.
     """
     _set_environment(config)
-    with _owned():
+    with _owned(), deaf():
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.usage.usage_lib import UsageContext
@@ -108,6 +111,7 @@ def _set_environment(config: GeneratorConfig) -> None:
         }
     )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # what it says before it has read that
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve the other processes
@@ -125,6 +129,21 @@ def _owned() -> Iterator[None]:
         yield
     finally:
         del os.environ[variable]
+
+
+@contextlib.contextmanager
+def deaf() -> Iterator[None]:
+    """What this thread starts inside never sees SIGINT; we end it ourselves.
+
+    Ctrl-C goes to the whole process group: a child would die before it can be told to, with the traceback of
+    a Python that is still starting. Signals that are blocked stay so in a child.
+    """
+    resource_tracker.ensure_running()  # its own start ends with SIGINT let through
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 async def end_handler(llm: Any) -> None:

@@ -5,34 +5,28 @@ The half of ``actors.engine.Engine`` that knows of requests; see there for the c
 
 import asyncio
 import copy
-import logging
 import time
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from actors.engine_build import Recorder
-from actors.mailbox import BusyTime, Mailboxes
-from actors.pending import Pending, completed, problem, refused
+from actors.pending import Pending, completed, problem
+from actors.replica import Replica
 from cluster.config import GeneratorConfig
 from cluster.messages import GeneratorHealth
-from cluster.types import Completion, Request, Sampling, ids
+from cluster.types import Request, Sampling, ids
 
-_log = logging.getLogger(__name__)
 _WATCH_S = 0.25  # how often death and deadlines are looked for
 WARM_UP = "warm-up"  # the caller of the first requests, which are not counted
 
 
-class RequestCore:
-    """State and calls of requests. ``dead`` is set when none can be served any more."""
+class RequestCore(Replica):
+    """State and calls of requests."""
 
     def __init__(self, name: str, config: GeneratorConfig, max_model_len: int, vocabulary: int) -> None:
-        self.name = name
-        self.instance = uuid.uuid4().hex
-        self.dead = asyncio.Event()
-        self.reason = ""
+        super().__init__(name, config.request_timeout_s)
         self.vocabulary = vocabulary
         self._config = config
         self._max_model_len = max_model_len
@@ -42,18 +36,15 @@ class RequestCore:
         self._templates: dict[Sampling, Any] = {}  # sampling -> checked vLLM parameters
         self._pending: dict[tuple[str, str], Pending] = {}
         self._held: list[Pending] | None = None  # a list while an update holds new requests
-        self._boxes = Mailboxes(keep_s=max(600.0, 2 * config.request_timeout_s))
-        self._busy = BusyTime()
         self._serial = 0
         self._salt = ""
         self._version = 0
-        self._tokens = self._prompt_tokens = self._cached_tokens = 0
-        self._sync_s = 0.0
+        self._loads = 0
 
     @property
-    def healthy(self) -> bool:
-        """Started and not dead."""
-        return self._llm is not None and not self.dead.is_set()
+    def started(self) -> bool:
+        """There is an engine process."""
+        return self._llm is not None
 
     @property
     def version(self) -> int:
@@ -82,19 +73,15 @@ class RequestCore:
             pending = Pending(caller, request, deadline, self._finished)
             wrong = problem(request, self.vocabulary, self._max_model_len)
             if wrong:
-                self._refuse(pending, f"BadRequest: {wrong}", retryable=False)
+                self._refuse(caller, request, f"BadRequest: {wrong}", retryable=False)
             elif not self.healthy:
-                self._refuse(pending, f"EngineFailed: {self.reason or 'not started'}", retryable=True)
+                self._refuse(caller, request, self._why_not(), retryable=True)
             else:
                 self._pending[caller, request.id] = pending
                 if self._held is not None:
                     self._held.append(pending)
                 else:
                     await self._enter(pending)
-
-    async def collect(self, caller: str, wait_s: float) -> list[Completion]:
-        """All completions of a caller since its last collect; waits at most ``wait_s`` for one."""
-        return await self._boxes.take(caller, wait_s)
 
     async def cancel(self, caller: str) -> int:
         """Stop everything that a caller has outstanding; nothing is answered. Returns how many."""
@@ -118,21 +105,10 @@ class RequestCore:
     def stats(self) -> GeneratorHealth:
         """Counters since the start, and the busy intervals since the last call."""
         running = len(self._pending) - len(self._held or ())
-        return GeneratorHealth(
-            name=self.name,
-            instance=self.instance,
-            ready=self.healthy,
-            version=self._version,
+        return self._report(
             running=min(running, self._config.max_num_seqs),
             waiting=len(self._held or ()) + max(0, running - self._config.max_num_seqs),
             kv_usage=self._recorder.kv_usage,
-            tokens=self._tokens,
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
-            sync_s=self._sync_s,
-            busy=self._busy.drain(),
-            error=self.reason,
-            capacity_tokens=self.capacity_tokens,
             preemptions=self._recorder.preemptions,
         )
 
@@ -150,7 +126,7 @@ class RequestCore:
             await llm.engine_core.add_request_async(core_request)
         except Exception as error:  # the core is gone, or refuses what we thought sound
             if self._pending.pop((pending.caller, request.id), None) is not None:
-                self._refuse(pending, f"EngineFailed: {error!r}", retryable=True)
+                self._refuse(pending.caller, request, f"EngineFailed: {error!r}", retryable=True)
 
     def _core_request(self, pending: Pending) -> Any:
         request = pending.request
@@ -205,13 +181,8 @@ class RequestCore:
         if not completion.error:
             self._busy.add(completion.t_start, completion.t_end)
             if pending.caller != WARM_UP:
-                self._tokens += len(output.outputs[0].token_ids)
-                self._prompt_tokens += len(output.prompt_token_ids)
-                self._cached_tokens += completion.cached_tokens
+                self._count(completion, len(output.prompt_token_ids))
         self._boxes.put(pending.caller, completion)
-
-    def _refuse(self, pending: Pending, error: str, *, retryable: bool) -> None:
-        self._boxes.put(pending.caller, refused(pending.request, error, self.name, retryable=retryable))
 
     async def _withdraw(self, group: list[Pending]) -> None:
         """Take requests back from the core without an answer."""
@@ -235,11 +206,8 @@ class RequestCore:
             await self._withdraw(late)
             for pending in late:
                 self._pending.pop((pending.caller, pending.request.id), None)
-                limit = self._config.request_timeout_s
-                self._refuse(pending, f"EngineFailed: no answer within {limit:g} s", retryable=True)
-            forgotten = self._boxes.prune()
-            if forgotten:
-                _log.warning("%s forgot %d completions that nobody collected", self.name, forgotten)
+                self._refuse_late(pending.caller, pending.request)
+            self._forget_callers()
 
     async def _fail(self, reason: str) -> None:
         """Die: answer everything outstanding, once."""
@@ -251,4 +219,4 @@ class RequestCore:
         self._pending.clear()
         for pending in outstanding:
             pending.withdrawn = True
-            self._refuse(pending, f"EngineFailed: {reason}", retryable=True)
+            self._refuse(pending.caller, pending.request, f"EngineFailed: {reason}", retryable=True)

@@ -11,12 +11,15 @@ A thin shell: it owns the ``Admission`` of one engine, tells it what happens and
 session (trajectory) is a task; a request without one is a task of a single turn. All waits have deadlines: a
 request that got no place within ``request_timeout_s`` is answered with an error that says so, and the
 engine bounds what has entered. With policy "request" everything enters at once.
+
+A task whose end is told (``release``) takes its open requests with it, waiting or inside. What nobody asks
+for any more does not enter: a caller that waits for answers polls every few seconds, one that is silent
+for ``_SILENT_S`` has died. A generator that joins or leaves the fleet forgets all (``clear``).
 """
 
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
@@ -24,9 +27,11 @@ from msgspec.structs import replace
 
 from actors.engine_like import EngineLike
 from actors.mailbox import Mailboxes
+from actors.open_requests import Open, OpenRequests
 from actors.pending import refused
 from cluster.admission import PREFILL_TOK_S, Admission, Figures, Limits
 from cluster.config import AdmissionConfig
+from cluster.errors import StaleEpoch
 from cluster.messages import GeneratorHealth
 from cluster.types import Completion, Request, Weights
 
@@ -37,20 +42,7 @@ MOVED = NO_PLACE + "another generator has room"
 _POLL_S = 2.0  # one long poll at the engine
 _WATCH_S = 0.25  # how often deadlines are looked for
 _MOVE_S = 1.0  # shortest wait after which a task may be better off elsewhere
-
-
-class _Open:
-    """A request that has not been answered."""
-
-    __slots__ = ("caller", "deadline", "entered", "request", "since", "task")
-
-    def __init__(self, caller: str, request: Request, since: float, deadline: float) -> None:
-        self.caller = caller
-        self.request = request
-        self.since = since
-        self.deadline = deadline  # of the wait for a place
-        self.entered = False  # the engine has it, or is about to
-        self.task = request.session or f"{caller}/{request.id}"
+_SILENT_S = 30.0  # a caller that has not polled for so long waits for nothing
 
 
 class Gate:
@@ -73,11 +65,9 @@ class Gate:
         self._prefill_tok_s = prefill_tok_s
         self._clock = clock
         self._boxes = Mailboxes(keep_s=max(600.0, 2 * timeout_s), clock=clock)
-        self._open: dict[tuple[str, str], _Open] = {}
-        self._by_task: dict[str, list[_Open]] = {}
-        self._homes: dict[str, set[str]] = {}  # caller -> sessions that it plays
-        self._leaving: set[str] = set()  # released while a request of theirs was open
-        self._entered: Counter[str] = Counter()  # requests that the engine has, by caller
+        self._open = OpenRequests()
+        self._elsewhere: dict[str, int] = {}  # most tokens free at another generator, as each caller knows it
+        self._epoch = 0  # of the newest order
         self._pumps: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -114,9 +104,9 @@ class Gate:
         self._spawn(self._mourn(), "mourn")
 
     async def close(self) -> None:
-        """Close the engine; whoever waits at the gate is answered as retryable."""
+        """Close the engine; whatever is open is answered as retryable."""
         await self.engine.close()
-        self._refuse_waiting("closed")
+        self._refuse_all(self._open.all(), "EngineFailed: closed")
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -135,20 +125,19 @@ class Gate:
                 self._boxes.put(caller, refused(request, error, self.engine.name, retryable=True))
             return
         self._boxes.touch(caller)
-        extra: list[_Open] = []
+        extra: list[Open] = []
         for request in requests:
-            if (caller, request.id) in self._open:
+            if self._open.get(caller, request.id) is not None:
                 continue
-            entry = _Open(caller, request, now, now + self._timeout_s)
-            self._open[caller, request.id] = entry
-            others = self._by_task.setdefault(entry.task, [])
-            others.append(entry)
+            entry = Open(caller, request, now, now + self._timeout_s)
+            others = self._open.of_task(entry.task)
+            self._open.add(entry)
             if request.session and admission.limits.policy != "request":
-                self._homes.setdefault(caller, set()).add(request.session)
+                self._open.play(caller, request.session)
             if any(other.entered for other in others):
-                self._admitted(entry)  # the task is in a turn already (asked again): it enters beside it
+                self._open.enter(entry)  # the task is in a turn already (asked again): it enters beside it
                 extra.append(entry)
-            elif len(others) == 1:
+            elif not others:
                 admission.ask(
                     entry.task,
                     group=request.group or request.session.rpartition(".")[0] or entry.task,
@@ -163,28 +152,57 @@ class Gate:
                 )
         await self._enter(extra + self._decide())
 
-    async def collect(self, caller: str, wait_s: float) -> list[Completion]:
-        """All completions of a caller since its last collect; waits at most ``wait_s`` for one."""
+    async def collect(self, caller: str, wait_s: float, elsewhere: int = 0) -> list[Completion]:
+        """All completions of a caller since its last collect; waits at most ``wait_s`` for one.
+
+        ``elsewhere``: most tokens that are free at another generator, as the caller knows it now.
+        """
+        self._elsewhere[caller] = elsewhere
         return await self._boxes.take(caller, wait_s)
 
     async def cancel(self, caller: str) -> int:
         """Stop everything that a caller has outstanding, at the gate and inside; nothing is answered."""
-        found = [entry for entry in self._open.values() if entry.caller == caller]
+        found = [entry for entry in self._open.all() if entry.caller == caller]
         for entry in found:
             self._close(entry)
+        self._elsewhere.pop(caller, None)
+        self._ended(caller, self._open.sessions(caller))
         await self.engine.cancel(caller)
-        for session in self._homes.pop(caller, set()):
-            self._ended(session)
         await self._enter(self._decide())
         return len(found)
 
-    async def release(self, sessions: Iterable[str]) -> None:
-        """These tasks have ended: their places are free. Unknown ones are ignored."""
-        gone = list(sessions)
-        for session in gone:
-            self._ended(session)
-        for home in self._homes.values():
-            home.difference_update(gone)
+    async def release(self, caller: str, sessions: Iterable[str]) -> None:
+        """These tasks of a caller have ended: their places are free, what they still ask is dropped.
+
+        Unknown ones are ignored, and so are those that another caller plays by now.
+        """
+        names = list(dict.fromkeys(sessions))
+        inside: list[str] = []
+        for entry in [entry for name in names for entry in self._open.of_task(name)]:
+            if entry.caller == caller:
+                inside += [entry.request.id] if entry.entered else []
+                self._close(entry)
+        gone = self._ended(caller, names)
+        if inside:
+            await self.engine.withdraw(caller, inside)
+        await self.engine.release(gone)
+        await self._enter(self._decide())
+
+    async def clear(self, epoch: int) -> None:
+        """Forget all tasks: this generator has joined or left the fleet. What is open is answered as moved.
+
+        Raises StaleEpoch for an order older than one seen.
+        """
+        if epoch < self._epoch:
+            raise StaleEpoch(f"{self.engine.name}: order of epoch {epoch}, already at {self._epoch}")
+        self._epoch = epoch
+        inside = [(entry.caller, entry.request.id) for entry in self._open.all() if entry.entered]
+        self._refuse_all(self._open.all(), MOVED)
+        gone: list[str] = []
+        for caller in self._open.callers():
+            gone += self._ended(caller, self._open.sessions(caller))
+        for caller, name in inside:
+            await self.engine.withdraw(caller, [name])
         await self.engine.release(gone)
         await self._enter(self._decide())
 
@@ -194,6 +212,7 @@ class Gate:
         """See ``Engine.load_weights``; holds on prefixes of older weights end."""
         before = self.engine.version
         version = await self.engine.load_weights(weights, epoch)
+        self._epoch = max(self._epoch, epoch)
         if self.admission is not None and version != before:
             self.admission.synced(self._clock())
             await self._enter(self._decide())
@@ -210,13 +229,17 @@ class Gate:
         starved = self._starved_s + (now - self._idle_since if self._idle_since is not None else 0.0)
         return replace(
             health,
-            waiting=health.waiting + len(self._open) - self._entered.total(),
+            waiting=health.waiting + len(self._open) - self._open.inside(),
             capacity_tokens=figures.capacity,
             promised_tokens=min(figures.promised, figures.capacity),
+            free_tokens=figures.free,
             resident=figures.resident,
             parked=figures.parked,
             queued=figures.queued,
             starved_s=starved,
+            parks=figures.parks,
+            resumes=figures.resumes,
+            moved=self.moved,
         )
 
     @property
@@ -226,16 +249,16 @@ class Gate:
 
     # -- effects ----------------------------------------------------------------------------
 
-    def _decide(self) -> list[_Open]:
+    def _decide(self) -> list[Open]:
         """Ask for a decision; returns the requests that it lets in. Parked tasks need nothing done:
         their cache is the engine's to reuse."""
         admission, now = self.admission, self._clock()
         if admission is None:
             return []
-        entries: list[_Open] = []
+        entries: list[Open] = []
         for task in admission.decide(now).start:
-            for entry in self._by_task.get(task, ()):
-                self._admitted(entry)
+            for entry in self._open.of_task(task):
+                self._open.enter(entry)
                 entries.append(entry)
         due = admission.next_decision(now)
         if self._timer is not None:
@@ -246,17 +269,17 @@ class Gate:
         self._note_idle(now)
         return entries
 
-    async def _enter(self, entries: list[_Open]) -> None:
+    async def _enter(self, entries: list[Open]) -> None:
         """Hand requests to the engine, those of a caller together."""
-        by_caller: dict[str, list[_Open]] = {}
+        by_caller: dict[str, list[Open]] = {}
         for entry in entries:
             by_caller.setdefault(entry.caller, []).append(entry)
         for caller, batch in by_caller.items():
-            live = [entry for entry in batch if self._is_open(entry)]
+            live = [entry for entry in batch if entry in self._open]
             if not live:
                 continue
             await self.engine.submit(caller, [entry.request for entry in live])
-            gone = [entry.request.id for entry in live if not self._is_open(entry)]
+            gone = [entry.request.id for entry in live if entry not in self._open]
             if gone:  # cancelled while they were handed over
                 await self.engine.withdraw(caller, gone)
             pump = self._pumps.get(caller)
@@ -265,61 +288,47 @@ class Gate:
 
     async def _pump(self, caller: str) -> None:
         """Carry a caller's completions from the engine to its mailbox while any is outstanding."""
-        while self._entered[caller]:
+        while self._open.inside(caller):
             for completion in await self.engine.collect(caller, _POLL_S):
-                entry = self._open.get((caller, completion.id))
+                entry = self._open.get(caller, completion.id)
                 if entry is None:
                     continue  # cancelled
                 self._close(entry, completion)
                 self._boxes.put(caller, completion)
             await self._enter(self._decide())
-        del self._pumps[caller], self._entered[caller]
+        del self._pumps[caller]
 
-    def _admitted(self, entry: _Open) -> None:
-        entry.entered = True
-        self._entered[entry.caller] += 1
-
-    def _close(self, entry: _Open, completion: Completion | None = None) -> None:
+    def _close(self, entry: Open, completion: Completion | None = None) -> None:
         """A request is answered, or cancelled (no completion): tell the ledger."""
         assert self.admission is not None, "nothing is open before the gate is"
-        del self._open[entry.caller, entry.request.id]
-        if entry.entered:
-            self._entered[entry.caller] -= 1
-        others = self._by_task[entry.task]
-        others.remove(entry)
-        if others:
+        if not self._open.remove(entry):
             return
-        del self._by_task[entry.task]
         now = self._clock()
-        one_turn = not entry.request.session or self.admission.limits.policy == "request"
-        if one_turn or entry.task in self._leaving:
-            self._leaving.discard(entry.task)
-            self.admission.ended(entry.task, now)
+        if not entry.request.session or self.admission.limits.policy == "request":
+            self.admission.ended(entry.task, now)  # a task of one turn
         elif completion is None or completion.error:
             self.admission.withdraw(entry.task, now)
         else:
             tokens = (len(entry.request.prompt) + len(completion.output)) // 4
             self.admission.turn_ended(entry.task, tokens, now)
 
-    def _ended(self, session: str) -> None:
-        """A task has left; if a request of it is still open, it leaves with its answer."""
-        if session in self._by_task:
-            self._leaving.add(session)
-        elif self.admission is not None:
-            self.admission.ended(session, self._clock())
+    def _ended(self, caller: str, sessions: Iterable[str]) -> list[str]:
+        """These have left; returns those that nobody else plays."""
+        gone = self._open.leave(caller, sessions)
+        if self.admission is not None:
+            for session in gone:
+                self.admission.ended(session, self._clock())
+        return gone
 
-    def _is_open(self, entry: _Open) -> bool:
-        return self._open.get((entry.caller, entry.request.id)) is entry
-
-    def _refuse(self, entry: _Open, error: str) -> None:
-        """Answer a request that waits at the gate."""
+    def _refuse(self, entry: Open, error: str) -> None:
+        """Answer a request as retryable."""
         completion = refused(entry.request, error, self.engine.name, retryable=True)
         self._close(entry, completion)
         self._boxes.put(entry.caller, completion)
 
-    def _refuse_waiting(self, reason: str) -> None:
-        for entry in [entry for entry in self._open.values() if not entry.entered]:
-            self._refuse(entry, f"EngineFailed: {reason}")
+    def _refuse_all(self, entries: Sequence[Open], error: str) -> None:
+        for entry in entries:
+            self._refuse(entry, error)
 
     def _note_idle(self, now: float) -> None:
         """Starved: the engine has nothing, and nobody waits for a place."""
@@ -341,33 +350,45 @@ class Gate:
         while self.engine.healthy:
             await asyncio.sleep(_WATCH_S)
             now = self._clock()
-            for entry in [entry for entry in self._open.values() if not entry.entered]:
+            for entry in self._open.waiting():
+                if entry not in self._open:
+                    continue  # moved with another one of its task
                 if entry.deadline < now:
                     self._refuse(entry, f"{NO_PLACE}no place within {self._timeout_s:g} s")
+                elif self._boxes.silent_s(entry.caller) > _SILENT_S:
+                    self._refuse(entry, f"{NO_PLACE}nobody asks for the answer")
                 elif self._better_elsewhere(entry, now):
-                    self.moved += 1
-                    self._refuse(entry, MOVED)
-                    self._ended(entry.task)
+                    self._move(entry)
             self._boxes.prune()
-            for caller in [caller for caller in self._homes if not self._boxes.knows(caller)]:
+            callers = {*self._open.callers(), *self._elsewhere}
+            for caller in [caller for caller in callers if not self._boxes.knows(caller)]:
                 await self.cancel(caller)
             await self._enter(self._decide())
 
-    def _better_elsewhere(self, entry: _Open, now: float) -> bool:
+    def _better_elsewhere(self, entry: Open, now: float) -> bool:
         """Has it waited longer than its context takes to compute again, where there is room for it?
 
         The time waited stands for the time still to wait: with heavy tails the best guess without a model.
         """
-        admission, request = self.admission, entry.request
-        if admission is None or not request.elsewhere or admission.has_place(entry.task):
+        admission, room = self.admission, self._elsewhere.get(entry.caller, 0)
+        if admission is None or not entry.request.mobile or not room or admission.has_place(entry.task):
             return False
-        fits = admission.footprint(entry.task) <= request.elsewhere
-        return fits and now - entry.since > max(_MOVE_S, admission.recompute_s(len(request.prompt) // 4))
+        waited, tokens = now - entry.since, len(entry.request.prompt) // 4
+        fits = admission.footprint(entry.task) <= room
+        return fits and waited > max(_MOVE_S, admission.recompute_s(tokens))
+
+    def _move(self, entry: Open) -> None:
+        """Its task goes elsewhere, into room that the next one does not find there."""
+        assert self.admission is not None, "nothing is open before the gate is"
+        self._elsewhere[entry.caller] -= self.admission.footprint(entry.task)
+        self.moved += 1
+        self._refuse_all(self._open.of_task(entry.task), MOVED)
+        self._ended(entry.caller, [entry.task])
 
     async def _mourn(self) -> None:
-        """When the engine dies, those at the gate are told."""
+        """When the engine dies, those at the gate are told; it answers those inside."""
         reason = await self.engine.run_until_dead()
-        self._refuse_waiting(reason)
+        self._refuse_all(self._open.waiting(), f"EngineFailed: {reason}")
 
     def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> "asyncio.Task[None]":
         task = asyncio.create_task(work, name=f"gate {what}:{self.engine.name}")

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from cluster.ports import Generator
@@ -31,8 +32,15 @@ class Lane:
     """Outbox, requests in flight, and the two tasks that serve them (alive only while needed)."""
 
     def __init__(
-        self, name: str, caller: str, handle: Generator, window_s: float, counters: Counters
+        self,
+        name: str,
+        caller: str,
+        handle: Generator,
+        window_s: float,
+        counters: Counters,
+        elsewhere: Callable[[], int] = lambda: 0,
     ) -> None:
+        """``elsewhere``: most tokens free at another generator, told with each poll."""
         self.name = name
         self.healthy = True
         self.suspect_until = 0.0  # monotonic time before which it is not asked again
@@ -40,13 +48,16 @@ class Lane:
         self._handle = handle
         self._window_s = window_s
         self._counters = counters
+        self._elsewhere = elsewhere
         self._failures = 0
         self._outbox: list[Request] = []
         self._waiting: dict[str, asyncio.Future[Completion]] = {}
         self._submits: set[asyncio.Task[None]] = set()
-        self._ended: list[str] = []  # sessions to release with the next batch
+        self._ended: set[str] = set()  # sessions to release with the next batch
+        self._releasing: set[str] = set()  # those of the batch under way
+        self._order = asyncio.Lock()  # of release batches
         self._releaser: asyncio.Task[None] | None = None
-        self._reported = 0
+        self._reported = -1
         self.room = 0  # tokens that its ledger could promise, by the table, less what went there since
         self._sender: asyncio.Task[None] | None = None
         self._pump: asyncio.Task[None] | None = None
@@ -75,14 +86,14 @@ class Lane:
         finally:
             self._waiting.pop(request.id, None)
 
-    def report(self, free: int) -> None:
-        """The table's word on its room. The table repeats itself: only news count."""
-        if free != self._reported:
-            self._reported = self.room = free
+    def report(self, free: int, number: int) -> None:
+        """The table's word on its room. The table repeats itself: only a new report counts."""
+        if number != self._reported:
+            self._reported, self.room = number, free
 
     def release(self, session: str) -> None:
         """A session has ended: its place is free. Sent soon, with others; not repeated if that fails."""
-        self._ended.append(session)
+        self._ended.add(session)
         if self._releaser is None or self._releaser.done():
             self._releaser = asyncio.create_task(self._release(), name=f"release:{self.name}")
 
@@ -127,14 +138,25 @@ class Lane:
     async def _release(self) -> None:
         while self._ended:
             await asyncio.sleep(_RELEASE_S)
-            batch, self._ended = self._ended, []
+            await self._release_now()
+
+    async def _release_now(self) -> None:
+        """Returns when all that have ended by now are released, or that has failed."""
+        async with self._order:
+            if not self._ended:
+                return
+            self._releasing, self._ended = self._ended, set()
             try:
                 async with asyncio.timeout(_GRACE_S):
-                    await self._handle.release(batch)
+                    await self._handle.release(self._caller, sorted(self._releasing))
             except Exception as error:  # its place is taken from it when somebody needs the room
                 _log.warning("release at generator %s failed: %r", self.name, error)
+            finally:
+                self._releasing = set()
 
     async def _submit(self, batch: list[Request]) -> None:
+        if any(request.session in self._ended | self._releasing for request in batch):
+            await self._release_now()  # left and back (a new attempt): what it asks now must not be dropped
         self._counters.submits += 1
         try:
             async with asyncio.timeout(_GRACE_S):
@@ -147,7 +169,7 @@ class Lane:
         while self._waiting:
             try:
                 async with asyncio.timeout(_POLL_S + _GRACE_S):
-                    completions = await self._handle.collect(self._caller, _POLL_S)
+                    completions = await self._handle.collect(self._caller, _POLL_S, self._elsewhere())
             except Exception as error:  # any failure of a remote call, whatever library raises it
                 self._failed("collect", error, list(self._waiting))
                 continue

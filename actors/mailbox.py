@@ -53,6 +53,11 @@ class Mailboxes:
         """Has it a box that is not forgotten?"""
         return caller in self._boxes
 
+    def silent_s(self, caller: str) -> float:
+        """Seconds since it was last heard of; 0 for one without a box."""
+        box = self._boxes.get(caller)
+        return self._clock() - box.touched if box is not None else 0.0
+
     def prune(self) -> int:
         """Forget boxes untouched for ``keep_s``; returns how many completions went with them."""
         limit = self._clock() - self._keep_s

@@ -97,15 +97,19 @@ class GeneratorActor:
             raise EngineFailed(f"{self.name} is not ready")
         await self.gate.submit(caller, codec.decode(raw, list[Request]))
 
-    async def collect(self, caller: str, wait_s: float) -> bytes:
+    async def collect(self, caller: str, wait_s: float, elsewhere: int) -> bytes:
         """Completions since the caller's last collect."""
         if not self.engine.healthy:
             raise EngineFailed(f"{self.name} is not ready")
-        return codec.encode(await self.gate.collect(caller, wait_s))
+        return codec.encode(await self.gate.collect(caller, wait_s, elsewhere))
 
-    async def release(self, sessions: list[str]) -> None:
+    async def release(self, caller: str, sessions: list[str]) -> None:
         """Tasks that have ended."""
-        await self.gate.release(sessions)
+        await self.gate.release(caller, sessions)
+
+    async def clear(self, epoch: int) -> None:
+        """See ``Gate.clear``."""
+        await self.gate.clear(epoch)
 
     async def load_weights(self, raw: bytes, epoch: int) -> int:
         """See ``Engine.load_weights``."""
@@ -143,13 +147,13 @@ class RemoteGenerator:
         """See ``ports.Generator``."""
         await self._handle.submit.remote(caller, codec.encode(list(requests)))
 
-    async def collect(self, caller: str, wait_s: float) -> list[Completion]:
+    async def collect(self, caller: str, wait_s: float, elsewhere: int = 0) -> list[Completion]:
         """See ``ports.Generator``."""
-        return codec.decode(await self._handle.collect.remote(caller, wait_s), list[Completion])
+        return codec.decode(await self._handle.collect.remote(caller, wait_s, elsewhere), list[Completion])
 
-    async def release(self, sessions: Sequence[str]) -> None:
+    async def release(self, caller: str, sessions: Sequence[str]) -> None:
         """See ``ports.Generator``."""
-        await self._handle.release.remote(list(sessions))
+        await self._handle.release.remote(caller, list(sessions))
 
     async def health(self) -> GeneratorHealth:
         """See ``controller.GeneratorPort``."""
@@ -161,6 +165,10 @@ class RemoteGenerator:
             self._handle.load_weights.remote(codec.encode(weights), epoch), CALL_DEADLINE_S
         )
         return version
+
+    async def clear(self, epoch: int) -> None:
+        """See ``controller.GeneratorPort``."""
+        await self._handle.clear.remote(epoch)
 
     async def restart(self, reason: str) -> None:
         """See ``controller.GeneratorPort``."""
@@ -193,7 +201,8 @@ class EnvWorkerActor:
         """Work until ``stop``."""
         config = self.config
         pool = make_pool(config, config.env.slots)
-        queue = RedisQueue(self.url, prefix=config.queue.prefix, run=self.run_id)
+        notices = config.streams_scores
+        queue = RedisQueue(self.url, prefix=config.queue.prefix, run=self.run_id, notices=notices)
         caller = f"{self.name}-{uuid.uuid4().hex[:8]}"
         router = Router(
             caller,

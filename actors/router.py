@@ -18,6 +18,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -141,10 +142,17 @@ class Router:
             self._lanes.pop(name).close(f"generator {name} left the table")
         for name, row in rows.items():
             if name not in self._lanes:
-                self._lanes[name] = Lane(name, self.caller, self._connect(name), self._window_s, self.stats)
+                self._lanes[name] = Lane(
+                    name,
+                    self.caller,
+                    self._connect(name),
+                    self._window_s,
+                    self.stats,
+                    partial(self._elsewhere, name),
+                )
             lane = self._lanes[name]
             lane.healthy = row.healthy
-            lane.report(row.free)
+            lane.report(row.free, row.report)
         self._versions = {name: row.version for name, row in rows.items()}
         healthy = any(lane.healthy for lane in self._lanes.values())
         for lane in self._lanes.values():
@@ -229,9 +237,13 @@ class Router:
             self._release(request.session, before)
             lane.room -= len(request.prompt) // 4 + request.sampling.max_tokens
         _remember(self._asked, request.session, lane.name)
+        return replace(request, mobile=mobile)
+
+    def _elsewhere(self, name: str) -> int:
+        """Most tokens that another generator has room for."""
         now = time.monotonic()
-        others = [other.room for other in self._lanes.values() if other is not lane and other.usable(now)]
-        return replace(request, elsewhere=max([0, *others])) if mobile else request
+        rooms = [lane.room for lane in self._lanes.values() if lane.name != name and lane.usable(now)]
+        return max([0, *rooms])
 
     def _release(self, session: str, name: str | None) -> None:
         lane = self._lanes.get(name) if name is not None else None

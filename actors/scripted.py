@@ -93,7 +93,7 @@ class ScriptedGenerator:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def collect(self, caller: str, wait_s: float) -> list[Completion]:
+    async def collect(self, caller: str, wait_s: float, elsewhere: int = 0) -> list[Completion]:
         """Everything that is ready for a caller; waits for the first at most ``wait_s``."""
         box = self._boxes[caller]
         try:
@@ -105,7 +105,7 @@ class ScriptedGenerator:
             ready.append(box.get_nowait())
         return ready
 
-    async def release(self, sessions: Sequence[str]) -> None:
+    async def release(self, caller: str, sessions: Sequence[str]) -> None:
         """Note who left."""
         self.released += sessions
 

@@ -65,6 +65,7 @@ class Admission(TokenLedger):
         else:  # the ledger is nearly right: one preemption is no reason to give up half of the memory
             self._guard = Pressure(1.0, 0.25, 1.0, preempted=0.8)
         self._set_cap(self._guard.value)
+        self._forgotten_at = -inf  # nobody has been silent for too long before
 
     def pressure(self, kv_usage: float, preemptions: int, now: float) -> None:
         """The engine's report: used share of its KV cache, and how often it has preempted in all.
@@ -89,15 +90,12 @@ class Admission(TokenLedger):
 
     def decide(self, now: float) -> Decision:
         """Which turns begin and which tasks lose their place. Taken at once: a repeated call decides anew."""
-        while self._idle:
-            oldest = next(iter(self._idle.values()))
-            if now - oldest.since <= self.limits.forget_s:
-                break
-            self.ended(oldest.name, now)
+        if now > self._forgotten_at:
+            self._forget(now)
         if not self._queued and self._promised <= self._budget:
             return _NOTHING  # holds may run out unseen while nobody asks
         holds = self._holds
-        while (held := holds.first()) is not None and holds.first_key() <= now:
+        while (held := holds.due(now)) is not None:
             self._dirty = True
             self._expire(held)
         if not self._dirty:
@@ -105,22 +103,33 @@ class Admission(TokenLedger):
         self._dirty = False
         start: list[str] = []
         park: list[str] = []
-        if self.limits.policy != "task":
+        if not self._by_task:
             self._serve_plain(start)
         else:
             if self._promised > self._budget:
                 self._shed(park)
-            if self._queued:
-                blocked = self._serve_evaluations(start, park) or self._serve_back(start, park)
-                if not blocked:
-                    self._serve_new(start, park)
+            if self._queued_evals and self._serve_evaluations(start, park):
+                self._serve_idle(start, park)
+            elif self._queued and not self._serve_back(start, park) and self._queued:
+                self._serve_new(start, park)
         return Decision(tuple(start), tuple(park)) if start or park else _NOTHING
 
     def next_decision(self, now: float) -> float | None:
         """When time alone may change a decision: somebody is queued and a hold runs out. None: never."""
-        if not self._queued or self.limits.policy != "task" or self._holds.first() is None:
+        if not self._queued or not self._by_task or self._holds.first() is None:
             return None
         return max(now, self._holds.first_key())
+
+    def _forget(self, now: float) -> None:
+        """Tasks not heard of for ``forget_s`` have left."""
+        until = now  # from which the next one is counted at the earliest
+        while self._idle:
+            oldest = next(iter(self._idle.values()))
+            if now - oldest.since <= self.limits.forget_s:
+                until = oldest.since
+                break
+            self.ended(oldest.name, now)
+        self._forgotten_at = until + self.limits.forget_s
 
     # -- serving ------------------------------------------------------------------------------------
 
@@ -142,20 +151,33 @@ class Admission(TokenLedger):
                 self._start(task, held, start)
         return False
 
+    def _serve_idle(self, start: list[str], park: list[str]) -> None:
+        """Start one training task that kept its place, if nothing runs and it fits as things are.
+
+        The evaluation that waits would not fit even if it were parked: only other evaluations can make room.
+        """
+        task = self._back.first()
+        if task is None or self._active:
+            return
+        held = self._promise(task)
+        if self._make_room(held - task.held, 0, -inf, None, park):
+            self._start(task, held, start)
+
     def _serve_back(self, start: list[str], park: list[str]) -> bool:
         """Start training tasks that kept their place; True if one's growth finds no room."""
         while (task := self._back.first()) is not None:
             held = self._promise(task)
-            idle = self._active == 0  # a rank that stands idle loses more than a recomputation
-            limit = inf if idle else task.base - _MARGIN
-            if not self._make_room(held - task.held, 0, limit, task if idle else None, park):
-                return True
+            if self._promised + held - task.held > self._budget:
+                idle = self._active == 0  # a rank that stands idle loses more than a recomputation
+                limit = inf if idle else task.base - _MARGIN
+                if not self._make_room(held - task.held, 0, limit, task if idle else None, park):
+                    return True
             self._start(task, held, start)
         return False
 
     def _serve_new(self, start: list[str], park: list[str]) -> None:
         """Start training tasks without a place, the best first; a kind above its share stands back."""
-        while (queue := self._next_kind()) is not None and (task := queue.first()) is not None:
+        while self._queued and (queue := self._next_kind()) and (task := queue.first()):
             held = self._promise(task)
             need = held
             if not task.parked:

@@ -62,14 +62,6 @@ class Growth:
         self.n_out = self.n_obs = 0
         self.out = self.obs = 0.0
 
-    def sampled(self, tokens: int) -> None:
-        self.n_out = min(self.n_out + 1, _MEMORY)
-        self.out += (tokens - self.out) / self.n_out
-
-    def observed(self, tokens: int) -> None:
-        self.n_obs = min(self.n_obs + 1, _MEMORY)
-        self.obs += (tokens - self.obs) / self.n_obs
-
 
 class Group:
     __slots__ = ("done", "growth", "members", "name")
@@ -83,12 +75,13 @@ class Group:
 
 class Task:
     __slots__ = (
-        "asked", "base", "evaluation", "expired", "group", "growth", "held", "kind", "name", "parked", "salt",
-        "since", "stamp", "state", "timed", "tokens", "tool", "until",
+        "alike", "asked", "base", "evaluation", "expired", "group", "growth", "held", "kind", "name",
+        "parked", "salt", "since", "stamp", "state", "timed", "tokens", "tool", "until",
     )  # fmt: skip
 
-    def __init__(self, name: str, group: Group, kind: str, evaluation: bool) -> None:
+    def __init__(self, name: str, group: Group, kind: str, evaluation: bool, alike: Growth) -> None:
         self.name = name
+        self.alike = alike  # what tasks of its kind grow
         self.group = group
         self.kind = kind
         self.evaluation = evaluation
@@ -106,3 +99,19 @@ class Task:
         self.timed = False  # it waits for its environment since then, and for nothing else
         self.tool = ""
         self.stamp = 0  # entries in queues under another stamp are void
+
+
+def sampled(task: Task, tokens: int) -> None:
+    """A turn of the task has sampled so many: its group and its kind learn of it."""
+    for growth in (task.group.growth, task.alike):
+        if growth.n_out < _MEMORY:
+            growth.n_out += 1
+        growth.out += (tokens - growth.out) / growth.n_out
+
+
+def observed(task: Task, tokens: int) -> None:
+    """Its environment's answer has added so many."""
+    for growth in (task.group.growth, task.alike):
+        if growth.n_obs < _MEMORY:
+            growth.n_obs += 1
+        growth.obs += (tokens - growth.obs) / growth.n_obs

@@ -14,6 +14,8 @@ from cluster.types import End, EndKind, Group, Ledger, Order, Purpose, Segment, 
 RESERVED_FACT = "version"  # written by commit and rewind, in decimal
 GROUP_STATES = ("open", "ready", "claimed", "trained", "lost")
 VALID = (EndKind.FINISHED, EndKind.TRUNCATED)
+NOTICES = 16384
+"""Notices of appended records that a queue keeps: under 1 MB. A reader that is further behind misses some."""
 
 
 def check_order(order: Order) -> None:
@@ -91,6 +93,17 @@ def final_state(record: Segment | End) -> tuple[str, str]:
     if isinstance(record, Segment) or record.kind in VALID:
         return "", ""
     return record.kind.value, codec.clean(record.reason)
+
+
+def told(field: str, state: str, raw: bytes | None, where: str) -> Segment | End | None:
+    """The record behind a notice; None if nobody needs to hear of it any more.
+
+    A segment counts while its trajectory is pending, an end also when it was what ended that.
+    """
+    if raw is None or (state != "pending" and not field.startswith("end:")):
+        return None
+    record: Segment | End = decode_named(raw, End if field.startswith("end:") else Segment, where)
+    return record
 
 
 def decode_named(raw: bytes, kind: type[Any], name: str) -> Any:

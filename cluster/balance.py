@@ -1,54 +1,47 @@
 """What a step would take with other counts of ranks: the cost model behind ``cluster/ranks.py``. Pure.
 
-Works are measured in rank-seconds per step and do not depend on the split. With ``n_g``, ``n_l``, ``n_s``
-generators, learners and scorers, the model says::
+With ``n_g``, ``n_l``, ``n_s`` generators, learners and scorers, ``o`` groups in flight and batches of ``B``
+groups, the model says::
 
-    generate = L + W_g / n_g                     L: the part of generating that more ranks do not shorten
-    train    = W_t / S(n_l)                      S(n) = n * scaling ** log2(n), as in a profile
-               max with W_s / n_s                decoupled: scorers run beside the learners
-               plus W_s / S(n_l) + swap          colocated: the same ranks, one after the other
+    generate = B l / o + B w / n_g           a group's own time, and its share of ranks that work for all
+    train    = W_t / S(n_l)                  S(n) = n * scaling ** log2(n), as in a profile
+               max with W_s / n_s            decoupled: scorers run beside the learners
+               plus W_s / S(n_l) + swap      colocated: the same ranks, one after the other
     step     = max(generate, train) + serial * min(generate, train) + fixed
 
+``l``, ``w`` (cluster/works.py) and the works ``W`` in rank-seconds a step do not depend on the split.
 ``serial`` is 0 when generation and training overlap fully and 1 when they alternate (staleness bound 0);
-it and ``fixed`` are measured, so one formula covers both ends. ``L`` is there because generators share out
-sequences, not work: a decode iteration takes ``base + b * per_sequence``, so a fixed number of sequences
-spread over ``n`` ranks generates at ``C / (base + C * per_sequence / n)``, and of the time only the share
-``u`` (*saturation*) of the term with ``b`` shrinks with ``n``; the longest episode does not shrink at all.
-Either the caller knows ``u``, or ``Saturation`` learns it from what happened when the count changed.
+it and ``fixed`` are measured, so one formula covers both ends.
 
-Generators that the staleness bound holds back are busy all the same, with fewer sequences each: groups that
-lie ready beyond the next batch (the *surplus*) could be rolling out instead. Only the share ``1 - u`` of a
-group's time shrinks when more roll out together, so a step's generation could take
-``u + (1 - u) * open / (open + surplus)`` of what it took.
-
-While the ready queue fills or drains, generators make more or fewer groups than a step trains. What the
-trained ones took is the busy time times trained / made, ``made = trained + growth of the queue``.
+``o`` follows from the staleness bound: it admits so many groups that at a commit ``P`` are in flight or
+ready, and a batch more once the new weights are out. Learners that set the pace have the next batch ready
+when they begin, so on average ``P - B/2`` are in flight, less what lies ready beyond that batch; then
+generators are held back without standing still, with fewer sequences each. If generators set the pace, up to
+``P + B/2`` are, less what becomes ready while the last of a batch's ``parts`` is trained (all of it where a
+batch is formed whole).
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
-from typing import Literal
+from statistics import fmean, variance
+from typing import Literal, NamedTuple
 
-ALPHA = 0.3
-"""Weight of a new step in the running means: three steps carry two thirds."""
-JUMP = 0.3
-"""Two steps in a row that leave the mean by more than this share, on one side, are a new load."""
+from cluster.running import ALPHA, JUMP, Estimate, Ratio
+from cluster.works import Generation
 
-POINTS = 24
-"""Steps that the saturation is learned from."""
-BELIEF = 0.5
-"""Standard deviation of the belief in the slope, as a share of it: what is seen counts by its own noise."""
-LEAST_NOISE = 0.05
-"""Step times are never known better than to this share."""
+SLOWLY = 0.1
+"""Weight of a new step in ``serial``: it belongs to the job, not to the load, and waves of groups blur it."""
 
-UNKNOWN = 0.5
-"""Saturation, as far as throttled generators go, until it is learned: decoding reads the weights once for all
-sequences, which nothing shortens, and each sequence's cache."""
+LEAD = 0.1
+"""Generators that take longer than learners by more than this share are not held back: what lies ready then
+came in a wave, and waits for the rest of its batch."""
+MOST_FLYING = 4.0
+"""Times as many groups in flight as were seen: what more of them would do is not believed further."""
 
 Phase = Literal["train", "eval", "cold"]
 Scoring = Literal["decoupled", "colocated"]
+Newcomers = Literal["", "generators", "learners"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,97 +57,41 @@ class StepFacts:
     learner_busy_s: float  # rank-seconds training (without colocated scoring)
     scorer_busy_s: float = 0.0  # rank-seconds scoring, wherever it ran
     sync_s: float = 0.0  # seconds of the step in which nobody worked: publish, load, switch
-    generated_tokens: int = 0
+    generated_tokens: int = 0  # sampled in the step
+    trained_tokens: int = 0  # sampled tokens of the batch; 0 if unknown
     head_age_s: float = 0.0  # age of the oldest ready group when the batch formed
     groups: int = 0  # trained in this step; 0 if unknown
     depth: int = 0  # ready groups at the commit, after those of the batch are gone
     open: int = 0  # groups rolling out at the commit; 0 if unknown
     most: int = 0  # groups that could roll out at once, were it not for the staleness bound; 0: no limit
+    unhealthy: int = 0  # generators that serve nobody now
+    queued: float = 0.0  # requests that wait for a place at generators, per running one
+    parts: int = 1  # of a batch, each trained once it is ready; 1: it is formed whole
     fill: float = 1.0  # groups in the batch / run.groups_per_step
-    saturation: float | None = None  # u of the module docstring; None: to be learned
     phase: Phase = "train"  # cold: the pipeline still fills; eval: held-out tasks run
     scoring: Scoring = "decoupled"  # how this step's batch was scored
 
 
-class Estimate:
-    """A running mean that follows a new load after two steps and shrugs off one odd step."""
+@dataclass(frozen=True)
+class Sample:
+    """One step as the switch ledger keeps it: rates and works, from which a step of either split follows."""
 
-    def __init__(self) -> None:
-        self.value: float | None = None
-        self._strays: list[float] = []
-
-    def add(self, seen: float) -> bool:
-        """Take one step's figure; True when it completes a jump to a new load."""
-        if self.value is None:
-            self.value = seen
-            return False
-        away = seen - self.value
-        if abs(away) > JUMP * max(abs(self.value), 1e-9):
-            same_side = [s for s in self._strays if (s > self.value) == (away > 0)]
-            self._strays = [*same_side, seen]
-            if len(self._strays) >= 2:
-                self.value = math.fsum(self._strays) / len(self._strays)
-                self._strays = []
-                return True
-        else:
-            self._strays = []
-        self.value += ALPHA * away
-        return False
-
-    def rescale(self, factor: float) -> None:
-        """The unit has changed."""
-        self._strays = [stray * factor for stray in self._strays]
-        if self.value is not None:
-            self.value *= factor
-
-    def get(self) -> float:
-        """The mean; 0 before the first step."""
-        return self.value if self.value is not None else 0.0
+    counts: Mapping[str, int]
+    scoring: Scoring
+    busy_s: float  # of each generator
+    made: float  # tokens, or groups where tokens are not told
+    batch: float  # tokens or groups of the batch
+    training: float  # rank-seconds, of one learner alone
+    score: float  # rank-seconds
+    pure: bool = True  # what was trained and what was made are of the same load
 
 
-class Saturation:
-    """Share of the generation time that more generators shorten, from (generators, seconds) of past steps.
+class Saving(NamedTuple):
+    """What a change of counts saved."""
 
-    A regression of seconds on ``1 / generators`` that is drawn towards what was believed before: with few
-    points, noisy ones, or counts that hardly differed, the belief stays. It begins at 1 (all of it):
-    the first move corrects it.
-    """
-
-    def __init__(self) -> None:
-        self.share = 1.0  # at the present reference count
-        self.reference = 0  # generators at the first step
-        self.learned = False  # there were steps with different counts
-        self._prior = 1.0  # belief before the points
-        self._points: list[tuple[int, float]] = []
-
-    def scale(self, generators: int) -> float:
-        """Generation time with ``generators``, in units of that with the reference count."""
-        return 1 - self.share + self.share * self.reference / generators
-
-    def add(self, generators: int, seconds: float) -> None:
-        """One step took so long to generate."""
-        self.reference = self.reference or generators
-        if len(self._points) >= POINTS:
-            self._prior, self._points = self.share, self._points[POINTS // 2 :]
-        self._points.append((generators, seconds))
-        x = [self.reference / n for n, _ in self._points]
-        y = [seconds for _, seconds in self._points]
-        mean_x, mean_y = fmean(x), fmean(y)
-        spread = math.fsum((a - mean_x) ** 2 for a in x)
-        if mean_y <= 0 or spread <= 0 or len(x) < 4:
-            return
-        believed = self._prior * mean_y / (1 - self._prior + self._prior * mean_x)
-        seen = math.fsum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
-        rest = math.fsum((b - mean_y) ** 2 for b in y) - seen * seen / spread
-        noise = max(LEAST_NOISE**2, rest / (len(x) - 2) / mean_y**2)
-        weight = noise / BELIEF**2
-        slope = min(mean_y / mean_x, max(0.0, (seen + weight * believed) / (spread + weight)))
-        self.share = min(1.0, slope / (slope + mean_y - slope * mean_x))
-        self.learned = True
-
-    def shifted(self) -> None:
-        """A new load: keep the belief and the two steps that showed it."""
-        self._prior, self._points = self.share, self._points[-2:]
+    realised_s: float  # a step
+    noise_s: float | None  # its standard error; None where single steps say nothing of noise
+    expected_s: float  # what the model says of it now
 
 
 @dataclass
@@ -163,94 +100,193 @@ class Balance:
 
     scaling: float = 0.97  # of learner ranks, per doubling
     swap_s: float = 0.0  # seconds that colocated scoring adds to a step by swapping models
-    generation: Estimate = field(default_factory=Estimate)  # seconds with the reference count
-    saturation: Saturation = field(default_factory=Saturation)
+    generation: Generation = field(default_factory=Generation)
     training: Estimate = field(default_factory=Estimate)
     scoring: Estimate = field(default_factory=Estimate)
-    serial: Estimate = field(default_factory=Estimate)
+    overlap: Ratio = field(default_factory=Ratio)  # of a step's rest to its shorter side
     fixed: Estimate = field(default_factory=Estimate)
-    depth: int | None = None  # ready groups at the end of the last step
+    sample: Sample | None = None  # of the last step
+    _last: StepFacts | None = None  # the step before, or one that was not read
+    _told: bool = False  # the number of groups in flight is
+    _held: bool = False  # learners set the pace
+    _found: Newcomers = ""  # the last shift
 
     @property
     def known(self) -> bool:
         """Both sides have been measured."""
-        return self.generation.get() > 0 and self.training.get() > 0
+        return self.training.get() > 0 and self.generation.seconds(1, 0.0) > 0
 
     def speed(self, ranks: int) -> float:
         """How many single learner ranks a group of ``ranks`` is worth."""
         return ranks * self.scaling ** math.log2(ranks) if ranks > 0 else 0.0
 
-    def observe(self, facts: StepFacts, counts: Mapping[str, int]) -> bool:
-        """Take a step made with ``counts``; True when the load has just shifted."""
+    def passed(self, facts: StepFacts) -> None:
+        """A step that is not read: only where it left the queue counts."""
+        self._last = facts
+
+    def observe(self, facts: StepFacts, counts: Mapping[str, int]) -> Newcomers:
+        """Take a step made with ``counts``; tells who has just been found to have a new load."""
         generators, learners = max(1, counts["generator"]), max(1, counts["learner"])
-        seconds = facts.generator_busy_s * self._trained_share(facts) / generators
-        self._learn_saturation(facts, generators, seconds)
-        seconds *= self._unthrottled(facts)
-        efficiency = self.speed(learners) / learners
-        shifted = self.generation.add(seconds / self.saturation.scale(generators))
-        shifted |= self.training.add(facts.learner_busy_s * efficiency)
-        shifted |= self.scoring.add(facts.scorer_busy_s)
-        if shifted:
-            self.saturation.shifted()
+        self._told = self._told or facts.open > 0
+        made, ended = self._made(facts)
+        self._last = facts
+        pipeline = facts.open + facts.depth
+        alpha = facts.groups / (pipeline + facts.groups) if pipeline and facts.groups else ALPHA
+        seconds = facts.generator_busy_s / generators
+        flying = self._in_flight(facts.open + ended / 2)
+        shifted = self.generation.add(
+            seconds, generators, flying, (max(1, facts.groups), made, facts.depth, facts.open),
+            (facts.trained_tokens, facts.generated_tokens), alpha, facts.queued,
+        )  # fmt: skip
+        work = facts.learner_busy_s * self.speed(learners) / learners
+        grown = self.training.add(work)
+        self.scoring.add(facts.scorer_busy_s)
         self.fixed.add(facts.sync_s)
+        told = facts.trained_tokens > 0 and facts.generated_tokens > 0
+        self.sample = Sample(
+            dict(counts), facts.scoring, seconds, facts.generated_tokens if told else made,
+            facts.trained_tokens if told else max(1, facts.groups), work, facts.scorer_busy_s,
+            self.generation.mixed <= 0,
+        )  # fmt: skip
+        generate, train = self.generation.seconds(generators, flying), self._train(counts, facts.scoring)
+        self._held = generate <= (1 + LEAD) * train
         if facts.phase == "train":
-            sides = sorted((self._generate(counts), self._train(counts, facts.scoring)))
+            sides = sorted((generate, train))
             rest = facts.step_s - facts.sync_s - sides[1]
             if 0 < sides[0] < math.inf and sides[1] < math.inf:
-                self.serial.add(min(1.0, max(0.0, rest / sides[0])))
-        return shifted
+                self.overlap.add(rest, sides[0], SLOWLY)
+        found: Newcomers = "generators" if shifted else "learners" if grown else ""
+        self._found = found or self._found
+        return found
 
-    def _learn_saturation(self, facts: StepFacts, generators: int, seconds: float) -> None:
-        """A belief that changes does not change what the present count takes."""
-        saturation = self.saturation
-        before = saturation.scale(generators) if saturation.reference else 1.0
-        if facts.saturation is not None:
-            saturation.reference = saturation.reference or generators
-            saturation.share = min(1.0, max(0.0, facts.saturation))
-        elif facts.phase != "cold":
-            saturation.add(generators, seconds)
-        else:
-            saturation.reference = saturation.reference or generators
-        self.generation.rescale(before / saturation.scale(generators))
+    def _made(self, facts: StepFacts) -> tuple[float, float]:
+        """Groups made in the step, those in flight counted half; groups that became ready."""
+        if facts.groups <= 0:
+            return 1.0, 1.0
+        last = self._last
+        if last is None and facts.step > 1:
+            return float(facts.groups), float(facts.groups)
+        depth, flying = (last.depth, last.open) if last is not None else (0, 0)
+        ended = max(0.0, facts.groups + facts.depth - depth)
+        return max(0.0, ended + (facts.open - flying) / 2), ended
 
-    def _trained_share(self, facts: StepFacts) -> float:
-        """Groups trained / groups made in the step; 1 if unknown."""
-        before = 0 if facts.step == 1 else self.depth
-        self.depth = facts.depth
-        if before is None or facts.groups <= 0:
-            return 1.0
-        made = facts.groups + facts.depth - before
-        return min(2.0, max(0.5, facts.groups / made)) if made > 0 else 2.0
+    def _in_flight(self, groups: float) -> float:
+        """Of so many that the bound lets in; 0 if it is not told."""
+        most = self._last.most if self._last is not None else 0
+        return max(1.0, min(groups, most) if most else groups) if self._told else 0.0
 
-    def _unthrottled(self, facts: StepFacts) -> float:
-        """Generation time if the bound let as many groups roll out as there is room for, over what it was."""
-        surplus = facts.depth - facts.groups
-        if facts.open <= 0 or facts.groups <= 0 or surplus <= 0:
-            return 1.0
-        could = facts.open + surplus
-        could = max(facts.open, min(could, facts.most)) if facts.most else could
-        known = self.saturation.learned or facts.saturation is not None
-        share = self.saturation.share if known else UNKNOWN
-        return share + (1 - share) * facts.open / could
+    # -- predictions --------------------------------------------------------------------
 
-    def step_s(self, counts: Mapping[str, int], scoring: Scoring) -> float:
-        """Predicted seconds of a step; infinite where a needed role has no rank."""
-        generate, train = self._generate(counts), self._train(counts, scoring)
+    def step_s(
+        self, counts: Mapping[str, int], scoring: Scoring, generate: float = 1.0, train: float = 1.0
+    ) -> float:
+        """Predicted seconds of a step; infinite where a needed role has no rank.
+
+        ``generate``, ``train``: factors of the measured works.
+        """
+        seconds = self._trained(counts, scoring, train * self.training.get(), train * self.scoring.get())
+        return self._step(generate * self._generate(counts, seconds), seconds)
+
+    def saving_error(
+        self, now: tuple[Mapping[str, int], Scoring], then: tuple[Mapping[str, int], Scoring]
+    ) -> float:
+        """Standard error, by the noise of the measured works, of the seconds that one split saves another."""
+        errors = ((self.generation.error(), 0.0), (0.0, self.training.error()))
+        sides = []
+        for generate, train in errors:
+            up, down = (
+                self.step_s(*now, 1 + sign * generate, 1 + sign * train)
+                - self.step_s(*then, 1 + sign * generate, 1 + sign * train)
+                for sign in (1, -1)
+            )
+            sides.append((up - down) / 2)
+        return math.hypot(*sides)
+
+    @property
+    def confirmed(self) -> bool:
+        """The newest step made it certain that the last shift found was one."""
+        return self.generation.confirmed if self._found == "generators" else self.training.confirmed
+
+    def held_back(self, counts: Mapping[str, int], scoring: Scoring) -> float:
+        """Share of the generators' busy time that the staleness bound costs, because of slower learners."""
+        last, generators = self._last, counts["generator"]
+        if last is None or not self._told or last.groups <= 0 or generators <= 0:
+            return 0.0
+        now = self.generation.seconds(generators, self._in_flight(last.open + last.groups / 2))
+        free = self._generate(counts, self._train(counts, scoring))
+        return max(0.0, 1 - free / now) if now > 0 else 0.0
+
+    @property
+    def serial(self) -> float:
+        """Share of the shorter side that does not overlap with the longer one."""
+        return min(1.0, max(0.0, self.overlap.get()))
+
+    def _step(self, generate: float, train: float) -> float:
         longer, shorter = max(generate, train), min(generate, train)
-        return longer if longer == math.inf else longer + self.serial.get() * shorter + self.fixed.get()
+        if longer == math.inf:
+            return longer
+        return longer + self.serial * shorter + self.fixed.get()
 
-    def _generate(self, counts: Mapping[str, int]) -> float:
-        generators = counts["generator"]
-        return self.generation.get() * self.saturation.scale(generators) if generators > 0 else math.inf
+    def _generate(self, counts: Mapping[str, int], train: float) -> float:
+        """With as many groups in flight as the bound admits once generators set the pace."""
+        generators, last = counts["generator"], self._last
+        if generators <= 0:
+            return math.inf
+        if last is None or not self._told:
+            return self.generation.seconds(generators, 0.0)
+        seen = last.open + last.groups / 2
+        most = min(last.open + last.depth + last.groups / 2, MOST_FLYING * seen) if self._held else seen
+        seconds = self.generation.seconds(generators, self._in_flight(most))
+        for _ in range(3 if seconds > 0 else 0):
+            ready = last.groups * min(1.0, train / seconds) / last.parts
+            seconds = self.generation.seconds(generators, self._in_flight(max(seen, most - ready)))
+        return seconds
 
     def _train(self, counts: Mapping[str, int], scoring: Scoring) -> float:
+        return self._trained(counts, scoring, self.training.get(), self.scoring.get())
+
+    def _trained(self, counts: Mapping[str, int], scoring: Scoring, work: float, score: float) -> float:
         speed = self.speed(counts["learner"])
         if speed <= 0:
             return math.inf
-        train, score = self.training.get() / speed, self.scoring.get()
+        train = work / speed
         if score <= 0:
             return train
         if scoring == "colocated":
             return train + score / speed + self.swap_s
         scorers = counts["scorer"]
         return max(train, score / scorers) if scorers > 0 else math.inf
+
+    # -- what was realised --------------------------------------------------------------
+
+    def saved(self, before: Sequence[Sample], after: Sequence[Sample]) -> Saving | None:
+        """What the change of counts between two windows of steps saved a step.
+
+        The step that each split's measured rates sustain under the later load: generators' seconds per token
+        as they were seen in both windows, times the tokens of a batch as it is now; training and scoring
+        work as they are now, on the ranks of either split. None if the generators' loads differ.
+        """
+        pure, earlier = [one for one in after if one.pure] or after, [one for one in before if one.pure]
+        batch = fmean(one.batch for one in pure)
+        if earlier and abs(fmean(one.batch for one in earlier) / batch - 1) > JUMP:
+            return None
+        work, score = fmean(one.training for one in pure), fmean(one.score for one in pure)
+        steps, model, noises = [], [], []
+        for window in (before, after):
+            counts, scoring = window[-1].counts, window[-1].scoring
+            rate, error = _rate(window)
+            generate, train = rate * batch, self._trained(counts, scoring, work, score)
+            steps.append(self._step(generate, train))
+            model.append(self.step_s(counts, scoring))
+            if error is not None:  # it matters where generators set the pace
+                noises.append(error * batch if generate > train else 0.0)
+        noise = math.hypot(*noises) if len(noises) == 2 else None
+        return Saving(steps[0] - steps[1], noise, model[0] - model[1])
+
+
+def _rate(window: Sequence[Sample]) -> tuple[float, float | None]:
+    """A generator's busy seconds per unit that all make, and its standard error."""
+    made = math.fsum(one.made for one in window)
+    seconds = math.fsum(one.busy_s for one in window) / made if made > 0 else 0.0
+    rates = [one.busy_s / one.made for one in window if one.made > 0]
+    return seconds, math.sqrt(variance(rates) / len(rates)) if len(rates) > 1 else None

@@ -1,31 +1,28 @@
-"""The controller: admission, evaluation, and the facts everyone asks for.
+"""The controller: where all that is asked and told meets, and the facts everyone asks for.
 
 ::
 
-    worker --pull--> [orders] --+-- evaluation orders (first: they are few and block a phase)
-                                +-- lost groups, next attempt        (reconcile, every second)
-                                +-- new groups, while allowance > 0  (staleness.allowance)
-    loop --published--> [fleet] --per generator--> load_weights --ack--> allowance grows
+    worker --pull--> [orders] evaluation, lost groups, new groups while the bound allows
+    loop --published--> [fleet] --per generator--> load_weights --ack--> room for more groups
     loop --barrier, moved--> [elastic] roles change between two steps
     [fleet] generator table (epoch grows when the set of healthy generators changes)
 
 ``pull`` waits at most ``PULL_WAIT_S`` for something to give; it is woken by an acknowledgement,
 a closed group, a lost group or a new evaluation. Everything durable lies in the queue: a
 restarted controller reads version, counts, roles and open orders back, grows the epoch, and learns
-assignments from the workers' pulls. It speaks only to Protocols. Generators are seen to in
-``cluster/fleet.py``, roles in ``cluster/elastic.py``, what a step cost whom in ``cluster/facts.py``.
+assignments from the workers' pulls. It speaks only to Protocols. Orders are seen to in
+``cluster/orders.py``, generators in ``cluster/fleet.py``, roles in ``cluster/elastic.py``, what a step cost
+whom in ``cluster/facts.py``.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from cluster.assign import Assignments
 from cluster.config import Config
 from cluster.elastic import Elastic, Ready
-from cluster.evaluation import EvalBook
 from cluster.facts import StepWatch
 from cluster.fleet import Connect, Fleet, GeneratorPort, Trace
 from cluster.messages import (
@@ -42,29 +39,11 @@ from cluster.messages import (
     Wanted,
 )
 from cluster.metrics import union
+from cluster.orders import Orders, TaskSource
 from cluster.ports import Queue
-from cluster.staleness import allowance, smallest_batch
-from cluster.types import Order, Purpose, Task
+from cluster.types import Order
 
 PULL_WAIT_S = 1.0
-RECONCILE_EVERY_S = 1.0
-FORGOTTEN_S = 3.0  # an order that a worker does not report after this long never arrived
-
-TaskSource = Callable[[str, int], Task]
-
-
-@dataclass(frozen=True)
-class _Given:
-    """Who was handed an evaluation order, and when."""
-
-    worker: str
-    incarnation: str
-    since: float
-
-    def lost(self, pull: Pull, group: str, now: float) -> bool:
-        """The worker's process is another one now, or it never got the order."""
-        forgotten = group not in pull.running and now - self.since > FORGOTTEN_S
-        return pull.incarnation != self.incarnation or forgotten
 
 
 class Controller:
@@ -86,27 +65,16 @@ class Controller:
         """
         self.config = config
         self.queue = queue
-        self.tasks = tasks
         self.trace = trace
         self._fixed = list(generators) if isinstance(generators, Mapping) else None
         connect = generators.__getitem__ if isinstance(generators, Mapping) else generators
         self.fleet = Fleet(config, queue, connect, trace)
         self.fleet.why_idle = self._why_idle
+        self.orders = Orders(config, queue, self.fleet, tasks, trace)
         self.elastic = Elastic(config, queue, self.fleet, trace, ready or self._generator_ready, costs)
-        self.cursor = 0
-        self.admission_open = False
-        self.assignments = Assignments(config.env.max_attempts)
-        self.evaluations = EvalBook()
         self.workers: dict[str, Pull] = {}
         self._ended_totals: dict[str, float] = {}  # counters of workers that are no more
         self.watch = StepWatch(self.fleet)
-        self._lost_queue: list[Order] = []
-        self._eval_given: dict[str, _Given] = {}
-        self._open: dict[str, Order] = {}
-        self._groups: dict[str, int] = {}
-        self._progress = (0, 0)  # (version, groups trained by then), if batches may be of unequal size
-        self._marks: dict[int, int] = {}  # version -> groups admitted and not lost, at its last admission
-        self._admitting = asyncio.Lock()
         self._stopping = False
         self._last_step: dict[str, Any] = {}
 
@@ -117,21 +85,14 @@ class Controller:
         """
         names = await self.elastic.start(session)
         await self.fleet.start(names if self._fixed is None else self._fixed)
-        self._groups = await self.queue.groups()
-        self.cursor = sum(self._groups.values())
-        if self.config.run.min_groups_per_step:
-            await self._restore_progress()
-        self._open = {order.group: order for order in await self.queue.orders()}
-        self.assignments.started = time.monotonic()
-        raw = await self.queue.get("admission")
-        self.admission_open = raw == b"open"
+        await self.orders.start()
         self.trace("controller_start", {"epoch": self.epoch, "version": self.version})
 
     async def run(self) -> None:
         """Supervise generators, roles and open groups until stopped."""
         async with asyncio.TaskGroup() as loops:
             loops.create_task(self.fleet.run())
-            loops.create_task(self._reconcile())
+            loops.create_task(self.orders.run())
             if self._fixed is None:
                 loops.create_task(self.elastic.run())
 
@@ -139,6 +100,7 @@ class Controller:
         """End the loops; pulls answer with nothing."""
         self._stopping = True
         self.elastic.stop()
+        self.orders.stop()
         await self.fleet.stop()
 
     # -- generators and roles -----------------------------------------------------------
@@ -164,7 +126,7 @@ class Controller:
     async def publish(self, published: Published) -> None:
         """New weights exist: each generator fetches them, and their acknowledgement makes room."""
         await self.fleet.publish(published)
-        self._groups = await self.queue.groups()
+        await self.orders.recount()
         self.fleet.notify()
 
     async def _generator_ready(self, name: str) -> bool:
@@ -177,13 +139,13 @@ class Controller:
         answer.
         """
         step = int(facts["step"])
-        groups = await self._next_batch(step)
+        groups = await self.orders.next_batch(step)
         if self.elastic.active and self.watch.short:
             await self.fleet.refresh()
-        seen = self.watch.barrier(facts, self.elastic.map.counts(), bool(self.evaluations.progress()))
+        seen = self.watch.barrier(facts, self.elastic.map.counts(), bool(self.orders.evaluations.progress()))
         if seen is not None:
             slots = sum(worker.slots for worker in self.workers.values())
-            seen = replace(seen, open=len(self._open), most=slots // self.config.run.group_size)
+            seen = replace(seen, open=len(self.orders.open), most=slots // self.config.run.group_size)
         return await self.elastic.barrier(seen, facts, groups)
 
     async def moved(self, moved: Moved) -> None:
@@ -200,7 +162,9 @@ class Controller:
 
     async def have(self, names: list[str], free: int | None = None) -> None:
         """The driver runs these actors; ``free`` more ranks could be had from the cluster."""
-        for worker in set(self.workers) - set(names):
+        gone = set(self.workers) - set(names)
+        self.orders.gone(gone)
+        for worker in gone:
             for name, value in self.workers.pop(worker).counters.items():
                 self._ended_totals[name] = self._ended_totals.get(name, 0.0) + value
         await self.elastic.have(names, free)
@@ -227,51 +191,17 @@ class Controller:
         """An operator's target; see ``Elastic.scale``."""
         return await self.elastic.scale(generators, learners, scorers, env_workers)
 
-    async def _next_batch(self, step: int) -> int:
-        """Fewest groups that the next step may train; 0 if batches are all of one size."""
-        run = self.config.run
-        if not run.min_groups_per_step:
-            return 0
-        self._groups = await self.queue.groups()
-        self._progress = (step, self._groups.get("trained", 0))
-        self._marks = {a: mark for a, mark in self._marks.items() if a + run.max_lag >= step}
-        return smallest_batch(
-            max_lag=run.max_lag, groups_per_step=run.groups_per_step, least=run.min_groups_per_step,
-            progress=self._progress, marks=self._marks,
-        )  # fmt: skip
-
-    async def _restore_progress(self) -> None:
-        """From the step log. All that was admitted may be as old as the bound allows: no small batch yet."""
-        committed = [record for record in await self.queue.steps(0) if record.committed]
-        version = max((record.step for record in committed), default=0)
-        self._progress = (version, sum(len(record.groups) for record in committed))
-        self._marks = {version - self.config.run.max_lag: self.cursor - self._groups.get("lost", 0)}
-
-    # -- admission ----------------------------------------------------------------------
+    # -- orders -------------------------------------------------------------------------
 
     async def open_admission(self, is_open: bool) -> None:
         """Start or stop admitting training groups (evaluation phases close it)."""
-        self.admission_open = is_open
-        await self.queue.put("admission", b"open" if is_open else b"closed")
         if is_open and self.version == 0:
             self.watch.opened()
-        self.trace("admission_open" if is_open else "admission_closed", {"version": self.version})
-        self.fleet.notify()
+        await self.orders.open_admission(is_open)
 
     def room(self) -> int:
         """Groups that may be admitted now."""
-        acknowledged = self.acknowledged()
-        if not self.admission_open or acknowledged < 0:
-            return 0
-        return allowance(
-            max_lag=self.config.run.max_lag,
-            groups_per_step=self.config.run.groups_per_step,
-            acknowledged=acknowledged,
-            steps=self.config.run.steps,
-            admitted=self.cursor,
-            lost=self._groups.get("lost", 0),
-            progress=self._progress if self.config.run.min_groups_per_step else None,
-        )
+        return self.orders.room()
 
     async def pull(self, pull: Pull) -> Grant:
         """Work for one worker; waits up to ``PULL_WAIT_S`` when there is none."""
@@ -282,14 +212,13 @@ class Controller:
         orders: list[Order] = []
         first_epoch = self.epoch
         while True:
-            orders += await self._take(pull, free - sum(len(o.members) for o in orders))
+            orders += await self.orders.take(pull, free - sum(len(o.members) for o in orders))
             left = deadline - time.monotonic()
             if orders or free <= 0 or self._stopping or left <= 0 or self.epoch != first_epoch:
                 break
             await self.fleet.changed.wait(left)
-        cancel = tuple(g for g in pull.running if self._superseded(pull, g))
         self._mark_idle()
-        return Grant(orders=tuple(orders), table=self.table(), cancel=cancel)
+        return Grant(orders=tuple(orders), table=self.table(), cancel=self.orders.superseded(pull))
 
     def _meet(self, pull: Pull, now: float) -> None:
         """A worker's report: new incarnation, running groups, idle slots."""
@@ -297,139 +226,26 @@ class Controller:
         if old is not None and old.incarnation != pull.incarnation:
             self.trace("worker_replaced", {"worker": pull.worker})
         self.workers[pull.worker] = pull
-        for group, given in list(self._eval_given.items()):
-            if given.worker == pull.worker and given.lost(pull, group, now):
-                self._eval_given.pop(group)
-                self.evaluations.again(group)
-        running = {g: a for g, a in pull.running.items() if g in self._open}
-        self.assignments.pulled(pull.worker, pull.incarnation, running, now)
+        self.orders.meet(pull, now)
         self._mark_idle()
-
-    def _superseded(self, pull: Pull, group: str) -> bool:
-        """True when a worker runs an attempt that has been replaced or given up."""
-        order = self._open.get(group)
-        return order is not None and order.attempt > pull.running[group]
-
-    async def _take(self, pull: Pull, free: int) -> list[Order]:
-        """Evaluation first, then lost groups, then new ones."""
-        taken: list[Order] = []
-        while free > 0 and (order := self.evaluations.next()) is not None:
-            self._eval_given[order.group] = _Given(pull.worker, pull.incarnation, time.monotonic())
-            taken.append(order)
-            free -= 1
-        async with self._admitting:
-            while free > 0:
-                order = await self._next_group()
-                if order is None:
-                    break
-                now = time.monotonic()
-                self.assignments.given(order.group, pull.worker, pull.incarnation, now)
-                taken.append(order)
-                free -= len(order.members)
-        return taken
-
-    async def _next_group(self) -> Order | None:
-        while self._lost_queue:
-            order = self._lost_queue.pop(0)
-            if order.group in self._open:
-                return order
-        if self.room() <= 0:
-            return None
-        order = self._new_order(self.cursor)
-        await self.queue.admit(order)
-        self.cursor += 1
-        if self.config.run.min_groups_per_step:
-            self._marks[self.acknowledged()] = self.cursor - self._groups.get("lost", 0)
-        self._open[order.group] = order
-        self.trace("admit", {"group": order.group, "version": order.version})
-        return order
-
-    def _new_order(self, index: int) -> Order:
-        """Group ``index`` of the run: a pure function of the recipe and the cursor."""
-        group = f"g{index:07d}"
-        return Order(
-            group=group,
-            task=self.tasks("train", index),
-            members=tuple(f"{group}.{i}" for i in range(self.config.run.group_size)),
-            temperature=self.config.generator.temperature,
-            version=self.acknowledged(),
-            seed=self.config.run.seed,
-            epoch=self.epoch,
-        )
-
-    async def _reconcile(self) -> None:
-        """Find open groups that nobody runs; order them again or give them up."""
-        while not self._stopping:
-            await asyncio.sleep(RECONCILE_EVERY_S)
-            async with self._admitting:
-                await self._reconcile_once()
-            self.fleet.notify()
-
-    async def _reconcile_once(self) -> None:
-        orders = await self.queue.orders()
-        self._groups = await self.queue.groups()
-        self._open = {order.group: order for order in orders}
-        waiting = {order.group for order in self._lost_queue}
-        mine = [order for order in orders if order.group not in waiting]
-        for verdict in self.assignments.reconcile(mine, time.monotonic()):
-            order = verdict.order
-            self.trace(
-                "group_lost",
-                {"group": order.group, "reason": verdict.reason, "attempt": order.attempt},
-            )
-            if verdict.give_up:
-                await self.queue.abandon(order.group, verdict.reason)
-                self._open.pop(order.group, None)
-            elif await self.queue.reorder(order):
-                self._open[order.group] = order
-                self._lost_queue.append(order)
 
     async def closed(self, groups: list[str]) -> None:
         """The feeder or a worker ended groups without training: their places are free."""
-        for group in groups:
-            self._open.pop(group, None)
-            self.assignments.finished(group)
-        self._groups = await self.queue.groups()
-        self.fleet.notify()
-
-    # -- evaluation ---------------------------------------------------------------------
+        await self.orders.closed(groups)
 
     async def evaluate(self, suite: str, mode: str, tasks: int, deadline_s: float) -> EvalSummary:
-        """Run held-out tasks on the live generators; returns the suite's summary.
-
-        Idempotent by suite name: asking again for a finished suite returns its summary.
-        """
-        if not self.evaluations.known(suite):
-            temperature = 0.0 if mode == "greedy" else self.config.generator.temperature
-            orders = [
-                Order(
-                    group=f"{suite}-{i:05d}",
-                    task=self.tasks("eval", i),
-                    members=(f"{suite}-{i:05d}.0",),
-                    purpose=Purpose.EVAL,
-                    temperature=temperature,
-                    version=self.acknowledged(),
-                    seed=self.config.run.seed,
-                    epoch=self.epoch,
-                    suite=suite,
-                )
-                for i in range(tasks)
-            ]
-            self.evaluations.begin(suite, mode, orders, time.monotonic())
-            self.fleet.notify()
-        return await self.evaluations.finished(suite, deadline_s)
+        """Run held-out tasks on the live generators; see ``Orders.evaluate``."""
+        return await self.orders.evaluate(suite, mode, tasks, deadline_s)
 
     async def report_eval(self, episodes: list[EvalEpisode]) -> None:
         """Results of evaluated tasks."""
-        for episode in episodes:
-            self._eval_given.pop(episode.group, None)
-            self.evaluations.record(episode, time.monotonic())
+        self.orders.report(episodes)
 
     # -- facts --------------------------------------------------------------------------
 
     def _why_idle(self) -> str:
         """Cause of the seconds during which a generator has nothing to do now."""
-        if not self.admission_open:
+        if not self.orders.is_open:
             return "closed"
         return "capacity" if self.room() <= 0 else "no_work"
 
@@ -438,13 +254,13 @@ class Controller:
         total = sum(p.slots for p in self.workers.values()) or 1
         free = sum(p.free for p in self.workers.values())
         cause = "generator" if self.acknowledged() < 0 else "capacity"
-        blocked = self.admission_open and self.room() <= 0
+        blocked = self.orders.is_open and self.room() <= 0
         self.watch.idle.observe(free / total if blocked else 0.0, cause, time.monotonic())
 
     async def step_facts(self, record: dict[str, Any]) -> dict[str, Any]:
         """The feeder's step record goes in; generator-side facts of the step come out."""
         self._mark_idle()
-        self._last_step = record
+        self._last_step |= record
         totals = self.fleet.totals()
         return {
             "rwt": self.watch.take_rwt(),
@@ -454,9 +270,15 @@ class Controller:
             "sync_s": totals.sync_s,
             "generator_busy": union(self.fleet.take_busy()),
             "workers": self._worker_totals(),
+            "tasks": self.fleet.tasks(),
+            "admission": totals.admission(),
             "ranks": self.ranks(),
             "switches": self.elastic.machine.switches.take_news(),
         }
+
+    def measured(self, step: int, metrics: dict[str, Any]) -> None:
+        """The step's metrics under their public names, rates and waits among them: what ``status`` shows."""
+        self._last_step |= metrics | {"step": step}
 
     def _worker_totals(self) -> dict[str, float]:
         totals = dict(self._ended_totals)
@@ -480,11 +302,13 @@ class Controller:
             "step": self._last_step,
             "ready_depth": depth,
             "ready_head_age_s": age,
-            "open_groups": len(self._open),
+            "open_groups": len(self.orders.open),
             "generators": {n: [s.healthy, s.acked, s.restarts] for n, s in self.fleet.slots.items()},
             "workers": {n: [p.free, p.slots] for n, p in self.workers.items()},
             "ledger": codec_plain(await self.queue.ledger()),
-            "evaluating": self.evaluations.progress(),
+            "tasks": self.fleet.tasks(),
+            "admission": self.fleet.totals().admission(),
+            "evaluating": self.orders.evaluations.progress(),
             "roles": self.elastic.status(),
         }
 

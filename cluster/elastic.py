@@ -9,11 +9,13 @@
                          anything else          finished at once
     moved(ok):         X > generator            it joins the fleet; done once it is healthy there
     moved(failed):     undo: the old role under a new epoch, the kind backs off
+    not healthy        in time: the rank is spare, and the kind backs off
 
 The journal is written before an effect, and effects follow from the journal, so a restarted controller
 continues where it stands: fleet members are read off the map, a planned move waits anew, a committed one
 that touches learners is handed out again by ``barrier``. A role that nobody serves any more (its node is
-lost) is refilled without a barrier, since no step would come to one.
+lost) is refilled without a barrier, since no step would come to one; if a learner is to generate, its loop
+is called to the barrier (``Roles.awaited``).
 """
 
 import asyncio
@@ -40,7 +42,7 @@ from cluster.ranks import (
 )
 from cluster.roles import SPARE, RoleMap, member_name
 from cluster.sim.profile import SwitchProfile
-from cluster.targets import bounds, check_target, restoring, switch_costs
+from cluster.targets import bounds, check_target, refilling, restoring, switch_costs
 
 LOOK_EVERY_S = 0.5
 PROBE_DEADLINE_S = 10.0  # in the background
@@ -55,6 +57,7 @@ Ready = Callable[[str], Awaitable[bool]]
 class _Joining:
     """A rank that generates again, but is not yet healthy in the fleet."""
 
+    move: Move
     proposal: Proposal
     name: str
     since: float  # commit of the move
@@ -111,7 +114,7 @@ class Elastic:
             if self.map.phase == "committed":
                 self.machine.resumed(self._proposal)
             if self.map.phase == "committed" and not self.map.touches_learners:
-                await self._journal(self.map.finish())  # it has no effect but the map itself
+                await self._journal(self.map.finish(move.id))  # it has no effect but the map itself
                 self._done(self._proposal, 0.0)
                 self._proposal = None
         return self.generators()
@@ -142,7 +145,16 @@ class Elastic:
 
     def roles(self) -> Roles:
         """The role map of this epoch. A committed move counts as made."""
-        return self.map.roles()
+        return replace(self.map.roles(), awaited=self._awaited)
+
+    @property
+    def _awaited(self) -> bool:
+        """Nobody generates, and a move that is to change that waits for the learners."""
+        move = self.map.move
+        if move is None or not self.map.touches_learners or self.map.serving("generator"):
+            return False
+        ready = move.target == "generator" and self._prepared == move.id
+        return self.map.phase == "committed" or ready
 
     def wanted(self) -> Wanted:
         """What the driver should keep running."""
@@ -185,18 +197,19 @@ class Elastic:
     # -- the barrier --------------------------------------------------------------------
 
     async def barrier(self, facts: StepFacts | None, told: Mapping[str, Any], groups: int) -> Barrier:
-        """After step ``told["step"]``: decide, commit what is ready. Asked again, it repeats its answer.
+        """After step ``told["step"]``: decide, commit what is ready. Asked again, it decides nothing new.
 
         ``facts`` is None when the step cannot be measured (the first after a restart); ``told`` is what
         the loop said, with the costs of scoring; ``groups`` the smallest batch of the next step.
         """
         step = int(told["step"])
         async with self._lock:
-            if self._told is not None and self._told[0] == step and self.map.phase != "committed":
-                return replace(self._told[1], roles=self.map.roles())
+            again = self._told is not None and self._told[0] == step
+            if self._told is not None and again and self.map.phase != "committed" and not self._awaited:
+                return replace(self._told[1], roles=self.map.roles(), move=None, scoring=self.scoring())
             move = self.map.move if self.map.phase == "committed" else None
             self._choose_scoring(told)
-            if move is None and self.active:
+            if move is None and (self.active or self._awaited):
                 await self._expire()
                 await self._note_joined()
                 await self._consider(facts)
@@ -228,25 +241,38 @@ class Elastic:
         if facts is None:
             return
         proposal = self.machine.decide(facts, counts)
-        if self._proposal is not None and self.machine.regrets(self._proposal):
+        alone = self._proposal is not None and counts[self._proposal.target] == 0
+        if self._proposal is not None and not alone and self.machine.regrets(self._proposal):
             await self._undo("the opposite is wanted by now", again=True)
         elif proposal is not None and self.map.phase == "settled":
             await self._plan(proposal)
 
     async def _plan(self, proposal: Proposal) -> None:
-        rank = choose_rank(self.map.ranks, proposal.source, proposal.target)
+        rank = choose_rank(self.map.ranks, proposal.source, proposal.target, self._unhealthy())
         planned = self.map.plan(rank, proposal.target, proposal.reason, proposal.predicted_s, proposal.cost_s)
+        assert planned.move is not None
         await self._journal(planned)
-        self._proposal, self._since = proposal, time.monotonic()
+        self._proposal = _proposal(planned.move, proposal.scoring)
+        self._since = time.monotonic()
         self._say("move_planned")
         await self._look_at_actor(AT_ONCE_S)
+
+    def _unhealthy(self) -> set[int]:
+        """Generators that serve nobody now."""
+        healthy = {name for name, slot in self.fleet.slots.items() if slot.healthy}
+        return {rank for rank in self.map.of("generator") if self.name("generator", rank) not in healthy}
+
+    def _held(self, move: Move) -> bool:
+        """Too few generators are healthy to let this one go."""
+        stay = set(self.map.of("generator")) - self._unhealthy() - {move.rank}
+        return move.source == "generator" and len(stay) < self.machine.bounds.floors.get("generator", 0)
 
     async def _commit_if_ready(self) -> Move | None:
         """Commit the planned move if its new actor can take over."""
         move = self.map.move
-        if move is None or self.map.phase != "planned" or self._prepared != move.id:
+        if move is None or self.map.phase != "planned" or self._prepared != move.id or self._held(move):
             return None
-        await self._journal(self.map.commit(await self.fleet.grow()))
+        await self._journal(self.map.commit(move.id, await self.fleet.grow()))
         self._since = time.monotonic()
         assert self._proposal is not None
         self.machine.begun(self._proposal)
@@ -277,10 +303,10 @@ class Elastic:
             self.trace("move_waits", {"actor": name, "error": repr(error)[:200]})
 
     async def moved(self, moved: Moved) -> None:
-        """How the loop's part of a move ended; ignored unless that move is under way."""
+        """How the loop's part of a move ended; ignored, with a trace, unless that move is under way."""
         async with self._lock:
-            move = self.map.move
-            if move is None or move.id != moved.move or self.map.phase != "committed":
+            if why := self.map.refuses(moved.move):
+                self.trace("move_report_ignored", {"move": moved.move, "ok": moved.ok, "why": why})
                 return
             if moved.ok:
                 await self._finish(moved.parts)
@@ -296,31 +322,42 @@ class Elastic:
         assert move is not None and proposal is not None
         if self.config.scorer.mode == "auto":
             self._chooser.mode = proposal.scoring
-        await self._journal(self.map.finish())
+        await self._journal(self.map.finish(move.id))
         self._proposal = None
         self.trace("move_made", {"move": move.id, "parts": dict(parts)})
         if move.target == "generator":
             name = self.name("generator", move.rank)
             deadline = time.monotonic() + self.config.elastic.prepare_timeout_s
-            self._joining = _Joining(proposal, name, self._since, deadline)
+            self._joining = _Joining(move, proposal, name, self._since, deadline)
             await self.fleet.join(name)
         else:
             self._done(proposal, time.monotonic() - self._since)
 
     async def _note_joined(self) -> None:
-        joining = self._joining
+        """The rank that generates again is healthy, or was not in time: then somebody else may have it."""
+        joining, now = self._joining, time.monotonic()
         if joining is None:
             return
         slot = self.fleet.slots.get(joining.name)
-        now = time.monotonic()
-        if slot is None or slot.healthy or now > joining.deadline:
+        if slot is not None and slot.healthy:
             self._joining = None
             self._done(joining.proposal, now - joining.since)
+        elif now > joining.deadline:
+            limit = self.config.elastic.prepare_timeout_s
+            await self._journal(self.map.release(joining.move.rank, await self.fleet.grow()))
+            await self._not_joined(f"not healthy within elastic.prepare_timeout_s = {limit:g} s")
+
+    async def _not_joined(self, error: str) -> None:
+        """The rank that was to generate again does not; what that took teaches nothing."""
+        joining, self._joining = self._joining, None
+        assert joining is not None
+        self._forget_move(joining.move, joining.proposal, error, committed=True)
+        await self.fleet.leave(joining.name, error)
 
     def _done(self, proposal: Proposal, seconds: float) -> None:
-        self.machine.switched(proposal.kind, seconds)
+        self.machine.switched(proposal.kind, seconds, proposal.id)
         self.machine.done(proposal)
-        self.trace("move_done", {"kind": proposal.kind, "seconds": round(seconds, 3),
+        self.trace("move_done", {"move": proposal.id, "kind": proposal.kind, "seconds": round(seconds, 3),
                                  "cost_s": proposal.cost_s, "predicted_s": proposal.predicted_s})  # fmt: skip
 
     async def _undo(self, error: str, again: bool = False) -> None:
@@ -331,7 +368,8 @@ class Elastic:
         move, proposal = self.map.move, self._proposal
         assert move is not None and proposal is not None
         committed = self.map.phase == "committed"
-        await self._journal(self.map.undo(await self.fleet.grow()) if committed else self.map.cancel())
+        epoch = await self.fleet.grow() if committed else self.map.epoch
+        await self._journal(self.map.undo(move.id, epoch) if committed else self.map.cancel(move.id))
         self._forget_move(move, proposal, error, committed, again)
         if committed and move.source == "generator":
             await self.fleet.join(self.name("generator", move.rank))
@@ -350,25 +388,31 @@ class Elastic:
         """A new role that does not get ready in time is given up."""
         limit = self.config.elastic.prepare_timeout_s
         if self.map.phase == "planned" and time.monotonic() - self._since > limit:
-            await self._undo(f"its new actor was not ready within elastic.prepare_timeout_s = {limit:g} s")
+            move = self.map.move
+            assert move is not None
+            why = "too few generators were healthy" if self._prepared == move.id and self._held(move) else (
+                "its new actor was not ready")  # fmt: skip
+            await self._undo(f"{why} within elastic.prepare_timeout_s = {limit:g} s")
 
     async def _refill(self) -> None:
         """A needed role at zero stops the job, so no barrier will come: move a rank now, without one.
 
-        A learner group that is gone hears of it from ``roles``, which it asks for when it rebuilds.
+        A learner group that is gone hears of it from ``roles``, which it asks for when it rebuilds; one that
+        should give a rank is called to the barrier.
         """
-        counts = self.map.counts()
-        empty = next((role for role in ("generator", "learner") if counts[role] == 0), "")
-        if not empty or self._joining is not None:
+        pair = refilling(self.map.counts(), self.machine.bounds.floors)
+        if pair is None or self._joining is not None or self.map.phase == "committed":
             return
-        if self.map.phase == "settled":
-            givers = (SPARE, "scorer", "generator") if empty == "learner" else (SPARE, "scorer")
-            floors = self.machine.bounds.floors
-            able = [role for role in givers if counts[role] > floors.get(role, 0)]
-            if not able:
-                return
+        source, target = pair
+        if self.map.move is not None and self.map.move.target != target:
+            await self._undo(f"no {target} is left", again=True)
+        if self.map.move is None:
             scoring = self._scoring_with(self.map)
-            await self._plan(Proposal(source=able[0], target=empty, scoring=scoring, reason="nobody is left"))
+            cost = self.machine.switches.cost(f"{source}>{target}")
+            await self._plan(Proposal(source=source, target=target, scoring=scoring, reason="nobody is left",
+                                      cost_s=cost))  # fmt: skip
+        if self.map.touches_learners and target == "generator":
+            return
         if await self._commit_if_ready() is not None and self.map.touches_learners:
             await self._finish({})
 
@@ -395,6 +439,8 @@ class Elastic:
             await self._journal(self.map.lose(fresh, await self.fleet.grow()))
             if move is not None and proposal is not None and self.map.move is None:
                 self._forget_move(move, proposal, f"rank {move.rank} was lost", phase == "committed")
+            if self._joining is not None and self._joining.move.rank in fresh:
+                await self._not_joined(f"rank {self._joining.move.rank} was lost")
             for rank in gone:
                 await self.fleet.leave(self.name("generator", rank), "its node is lost")
             self.trace("ranks_lost", {"ranks": fresh, "node": node, "epoch": self.fleet.epoch})
@@ -458,4 +504,4 @@ class Elastic:
 def _proposal(move: Move, scoring: Scoring) -> Proposal:
     """The proposal behind a journalled move."""
     return Proposal(source=move.source, target=move.target, scoring=scoring, reason=move.reason,
-                    predicted_s=move.predicted_s, cost_s=move.cost_s)  # fmt: skip
+                    predicted_s=move.predicted_s, cost_s=move.cost_s, id=move.id)  # fmt: skip

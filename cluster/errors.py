@@ -80,6 +80,12 @@ class CheckpointDamaged(SpringtideError, OSError):
     boundary = "checkpoint"
 
 
+class RayFailed(SpringtideError, RuntimeError):
+    """The job's own Ray did not start."""
+
+    boundary = "ray"
+
+
 class LearnerLost(SpringtideError, RuntimeError):
     """A learner rank died or hung; the group is rebuilt from the last checkpoint."""
 
@@ -87,8 +93,10 @@ class LearnerLost(SpringtideError, RuntimeError):
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
-    """Say which of ``valid`` was probably meant: ``" (did you mean 'x'?)"`` or all choices."""
+    """Which of ``valid`` was probably meant: ``" (did you mean 'x'?)"``, else all choices, "" if none."""
     choices = sorted(valid)
+    if not choices:
+        return ""
     close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
     if close:
         return f" (did you mean {close[0]!r}?)"

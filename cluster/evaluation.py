@@ -54,7 +54,11 @@ class EvalBook:
 
     def next(self) -> Order | None:
         """The next order to hand out."""
-        return self._waiting.pop(0) if self._waiting else None
+        while self._waiting:
+            order = self._waiting.pop(0)
+            if order.group in self._orders:  # else its result came while it waited to be done again
+                return order
+        return None
 
     def again(self, group: str) -> None:
         """The worker that had this order is gone."""

@@ -61,6 +61,9 @@ class StepWatch:
             scorer_busy_s=float(metrics.get("scorer_busy_s", 0.0)),
             sync_s=min(seconds, float(metrics.get("sync_s", 0.0))),
             generated_tokens=self._before.tokens - before.tokens,
+            trained_tokens=int(metrics.get("trained_tokens", 0)),
+            unhealthy=sum(not slot.healthy for slot in self.fleet.slots.values()),
+            queued=self._queued(),
             head_age_s=float(metrics.get("head_age_s", 0.0)),
             groups=int(metrics.get("groups", 0)),
             depth=int(metrics.get("depth", 0)),
@@ -68,6 +71,11 @@ class StepWatch:
             phase=phase,
             scoring="colocated" if metrics.get("scoring") == "colocated" else "decoupled",
         )
+
+    def _queued(self) -> float:
+        """Requests that wait for a place at generators, per running one, as last reported."""
+        told = [slot.health for slot in self.fleet.slots.values() if slot.healthy and slot.health is not None]
+        return sum(health.waiting for health in told) / max(1, sum(health.running for health in told))
 
     def _begin(self, step: int, now: float) -> None:
         self._step, self._since, self._before = step, now, self.fleet.totals()

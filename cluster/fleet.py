@@ -40,6 +40,9 @@ class GeneratorPort(Protocol):
     async def load_weights(self, weights: Weights, epoch: int) -> int:
         """Load and verify; returns the live version. Raises WeightsFailed."""
 
+    async def clear(self, epoch: int) -> None:
+        """It has joined or left: forget all tasks. Raises StaleEpoch for an older order."""
+
     async def restart(self, reason: str) -> None:
         """End the process; its supervisor starts a new one."""
 
@@ -47,6 +50,9 @@ class GeneratorPort(Protocol):
 Connect = Callable[[str], GeneratorPort]
 """A generator's port by name; raises while its actor does not exist."""
 Trace = Callable[[str, dict[str, Any]], None]
+
+
+_COUNTERS = ("tokens", "prompt_tokens", "cached_tokens", "sync_s", "parks", "resumes", "moved")
 
 
 @dataclass
@@ -57,8 +63,29 @@ class Totals:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     sync_s: float = 0.0
+    parks: int = 0
+    resumes: int = 0
+    moved: int = 0
     busy_s: float = 0.0
     starved_s: dict[str, float] = field(default_factory=dict)  # by cause, as it was when reported
+
+    def grow(self, new: GeneratorHealth, old: GeneratorHealth | None) -> None:
+        """Take what a process counted since its report ``old``."""
+        for name in _COUNTERS:
+            before = getattr(old, name) if old is not None else 0
+            setattr(self, name, getattr(self, name) + getattr(new, name) - before)
+        self.busy_s += sum(end - start for start, end in new.busy)
+
+    def add(self, other: "Totals") -> None:
+        """Sum of two."""
+        for name in (*_COUNTERS, "busy_s"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for cause, seconds in other.starved_s.items():
+            self.starved_s[cause] = self.starved_s.get(cause, 0.0) + seconds
+
+    def admission(self) -> dict[str, int]:
+        """What became of tasks' places: the metric ``admission_events``."""
+        return {"parked": self.parks, "resumed": self.resumes, "moved": self.moved}
 
 
 @dataclass
@@ -72,7 +99,9 @@ class Slot:
     healthy: bool = False
     failures: int = 0
     restarts: int = 0
+    reports: int = 0  # taken
     back: bool = False  # it has just become a member again: what it waited meanwhile is nobody's loss
+    unclear: bool = False  # it may know tasks of an earlier membership
     totals: Totals = field(default_factory=Totals)
     busy: list[tuple[float, float]] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
@@ -81,7 +110,7 @@ class Slot:
     @property
     def free(self) -> int:
         """Tokens that its ledger could still promise; 0 if it does not tell."""
-        return max(0, self.health.capacity_tokens - self.health.promised_tokens) if self.health else 0
+        return self.health.free_tokens if self.health else 0
 
     def note(self, health: GeneratorHealth, cause: str) -> None:
         """Take over a report; a new instance starts from its own version and zero counters."""
@@ -93,15 +122,12 @@ class Slot:
         elif health.ready and self.acked < 0:
             self.acked = health.version
         totals = self.totals
-        totals.tokens += health.tokens - (old.tokens if old else 0)
-        totals.prompt_tokens += health.prompt_tokens - (old.prompt_tokens if old else 0)
-        totals.cached_tokens += health.cached_tokens - (old.cached_tokens if old else 0)
-        totals.sync_s += health.sync_s - (old.sync_s if old else 0.0)
-        totals.busy_s += sum(end - start for start, end in health.busy)
+        totals.grow(health, old)
         starved = health.starved_s - (old.starved_s if old else 0.0)
         if starved > 0 and old is not None and not self.back:  # nor what a process waited before it was known
             totals.starved_s[cause] = totals.starved_s.get(cause, 0.0) + starved
         self.back = False
+        self.reports += 1
         self.busy.extend(health.busy)
         self.health = health
 
@@ -188,7 +214,7 @@ class Fleet:
         if name in self.slots:
             return
         slot = self._away.pop(name, None) or Slot(name)
-        slot.port, slot.healthy, slot.acked, slot.back = None, False, -1, True
+        slot.port, slot.healthy, slot.acked, slot.back, slot.unclear = None, False, -1, True, True
         self.slots[name] = slot
         await self.grow()
         if self._group is not None and not self._stopping:
@@ -206,12 +232,16 @@ class Fleet:
             await asyncio.gather(slot.task, return_exceptions=True)
             slot.task = None
         await self._tell("generator_left", slot, {"why": why})
+        if slot.port is not None and self._group is not None and not self._stopping:
+            self._group.create_task(self._clear_late(slot.port, name, self.epoch))
 
     # -- facts --------------------------------------------------------------------------
 
     def table(self) -> Table:
         """The generator table of this epoch."""
-        rows = tuple(GeneratorRow(n, s.healthy, s.acked, s.free) for n, s in sorted(self.slots.items()))
+        rows = tuple(
+            GeneratorRow(n, s.healthy, s.acked, s.free, s.reports) for n, s in sorted(self.slots.items())
+        )
         return Table(epoch=self.epoch, generators=rows)
 
     def acknowledged(self) -> int:
@@ -222,14 +252,13 @@ class Fleet:
         """Sums over all generators that ever were members."""
         total = Totals()
         for slot in (*self.slots.values(), *self._away.values()):
-            total.tokens += slot.totals.tokens
-            total.prompt_tokens += slot.totals.prompt_tokens
-            total.cached_tokens += slot.totals.cached_tokens
-            total.sync_s += slot.totals.sync_s
-            total.busy_s += slot.totals.busy_s
-            for cause, seconds in slot.totals.starved_s.items():
-                total.starved_s[cause] = total.starved_s.get(cause, 0.0) + seconds
+            total.add(slot.totals)
         return total
+
+    def tasks(self) -> dict[str, int]:
+        """Tasks at the healthy generators by state, as last reported: the metric ``tasks``."""
+        told = [slot.health for slot in self.slots.values() if slot.healthy and slot.health is not None]
+        return {state: sum(getattr(h, state) for h in told) for state in ("resident", "parked", "queued")}
 
     def take_busy(self) -> list[tuple[float, float]]:
         """Busy intervals reported since the last call, of all generators, unsorted."""
@@ -254,6 +283,8 @@ class Fleet:
         while not self._stopping:
             before = slot.healthy
             try:
+                if slot.unclear:
+                    await self._clear(slot)
                 health, port = await self._ask(slot)
                 if health.ready and self._behind(slot):
                     await self._load(slot, port)
@@ -272,6 +303,21 @@ class Fleet:
                 health = await port.health()
             slot.note(health, self.why_idle())
             return health, port
+
+    async def _clear(self, slot: Slot) -> None:
+        """One that was away: its tasks have moved or ended meanwhile, it shall not keep their places."""
+        port = slot.port = slot.port or self.connect(slot.name)
+        async with asyncio.timeout(HEALTH_DEADLINE_S):
+            await port.clear(self.epoch)
+        slot.unclear = False
+
+    async def _clear_late(self, port: GeneratorPort, name: str, epoch: int) -> None:
+        """One that left stops its work. It may be dead: if it comes back, it is cleared then."""
+        try:
+            async with asyncio.timeout(HEALTH_DEADLINE_S):
+                await port.clear(epoch)
+        except Exception as error:  # any failure of a remote call
+            self.trace("not_cleared", {"generator": name, "epoch": epoch, "error": repr(error)[:300]})
 
     async def refresh(self) -> None:
         """Ask the healthy generators now, so that totals are of this moment. One that is late is left out."""

@@ -6,7 +6,7 @@ nothing survives the process. One event loop; every change happens between two a
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -39,7 +39,7 @@ def _name(state: str, reason: str) -> str:
 class MemoryQueue:
     """``cluster.ports.Queue`` without a server. Raises as ``RedisQueue`` does, but StreamFailed."""
 
-    def __init__(self) -> None:
+    def __init__(self, notices: bool = False) -> None:
         self._groups: dict[str, _Group | None] = {}  # None: payload deleted
         self._members: dict[str, _Member] = {}
         self._gone: dict[str, str] = {}  # deleted trajectory -> name of its final state
@@ -48,6 +48,9 @@ class MemoryQueue:
         self._ready: list[str] = []  # ready groups, oldest first
         self._claimed: list[str] = []  # claimed groups, oldest first
         self._arrival = asyncio.Condition()
+        self._notices: deque[tuple[int, str, str]] = deque(maxlen=assemble.NOTICES if notices else 0)
+        self._noticed = 0
+        self._news = asyncio.Condition()
         self._steps: dict[int, StepRecord] = {}
         self._committed: set[int] = set()
         self._released = 0
@@ -137,13 +140,31 @@ class MemoryQueue:
 
     async def append(self, segments: Sequence[Segment]) -> int:
         """Store segments. What can be written is, before KeyError (order unknown) or ValueError."""
-        return self._store(segments)
+        return await self._store(segments)
+
+    async def news(self, after: str, count: int, wait_s: float) -> tuple[str, list[Segment | End]]:
+        """Segments and ends in the order they were recorded; see ``cluster.ports.Queue``."""
+        place = int(after or 0)
+        try:
+            async with asyncio.timeout(max(0.0, wait_s)), self._news:
+                await self._news.wait_for(lambda: self._notices and self._notices[-1][0] > place)
+        except TimeoutError:
+            pass  # an empty answer is an answer
+        notices = [notice for notice in self._notices if notice[0] > place][:count]
+        found = []
+        for _, name, part in notices:
+            member = self._members.get(name)
+            if member is not None:
+                where = f"trajectory:{name} {part}"
+                found.append(assemble.told(part, member.state, member.fields.get(part), where))
+        reached = str(notices[-1][0]) if notices else after
+        return reached, [record for record in found if record is not None]
 
     async def end(self, ends: Sequence[End]) -> int:
         """Record ends. What can be written is, before KeyError (order unknown) or ValueError."""
-        return self._store(ends)
+        return await self._store(ends)
 
-    def _store(self, records: Sequence[Segment | End]) -> int:
+    async def _store(self, records: Sequence[Segment | End]) -> int:
         good, bad = assemble.encode_all(records)
         new = 0
         unordered: set[str] = set()
@@ -153,6 +174,8 @@ class MemoryQueue:
                 unordered.add(f"{record.group} attempt {record.attempt}")
             elif held is not None and record.attempt == held.order.attempt:
                 new += self._store_one(record, raw)
+        async with self._news:
+            self._news.notify_all()
         if unordered:
             raise KeyError(f"never ordered: group {', '.join(sorted(unordered))}")
         if bad:
@@ -171,6 +194,8 @@ class MemoryQueue:
         if state:
             self._move(record.trajectory, state, reason)
             member.fields = {name: raw}  # nobody will train on its turns
+        self._noticed += 1
+        self._notices.append((self._noticed, record.trajectory, name))
         return 1
 
     async def ready(self, group: str, attempt: int, min_members: int) -> bool:

@@ -10,6 +10,7 @@ class GeneratorRow(Record, frozen=True, array_like=True):
     healthy: bool
     version: int
     free: int = 0  # tokens that its ledger could still promise; 0 if unknown
+    report: int = 0  # number of the health report that says so: a new one may say the same again
 
 
 class Table(Record, frozen=True):
@@ -90,11 +91,15 @@ class GeneratorHealth(Record, frozen=True):
     error: str = ""
     capacity_tokens: int = 0  # KV capacity; 0 if the engine does not tell
     promised_tokens: int = 0  # of which the ledger has promised to tasks
+    free_tokens: int = 0  # that it could still promise: less than the rest, by headroom and pressure
     resident: int = 0  # tasks that hold a place
     parked: int = 0  # tasks that lost it and will ask again
     queued: int = 0  # tasks that wait for a place
     starved_s: float = 0.0  # seconds with nothing to do, total: the raw material of RWT
     preemptions: int = 0  # times that the engine took a running request's memory, total
+    parks: int = 0  # times that a task lost its place, total
+    resumes: int = 0  # times that one that had lost it got a place here again, total
+    moved: int = 0  # times that a waiting task was sent to another generator, total
 
 
 class Published(Record, frozen=True):
@@ -119,6 +124,7 @@ class Roles(Record, frozen=True):
 
     epoch: int
     ranks: tuple[RankRow, ...] = ()
+    awaited: bool = False  # nobody generates until a learner does: the loop should ask for the barrier again
 
 
 class Move(Record, frozen=True):

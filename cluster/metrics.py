@@ -70,8 +70,11 @@ METRICS: dict[str, Metric] = {
         Metric("weights_load_s", "s", "histogram", ("generator",), "loading weights into engine", _SECONDS),
         Metric("prompt_tokens", "tok", "counter", (), "prompt tokens asked of generators"),
         Metric("cached_tokens", "tok", "counter", (), "of those, found in the prefix cache"),
+        Metric("tasks", "tasks", "gauge", ("state",), "tasks at generators: resident, parked, queued"),
+        Metric("admission_events", "tasks", "counter", ("event",), "tasks parked, resumed, moved elsewhere"),
         # Ranks
         Metric("scorer_busy_s", "s", "counter", (), "rank-seconds spent scoring, wherever it ran"),
+        Metric("scored_ahead", "1", "gauge", (), "share of trained tokens scored before their group's claim"),
         Metric("ranks", "ranks", "gauge", ("role",), "ranks by role"),
         Metric("restarts", "1", "counter", ("role",), "actors started again after a failure"),
         Metric("switch_seconds", "s", "histogram", ("kind",), "moving a rank between roles", _SECONDS),

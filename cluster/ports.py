@@ -45,6 +45,15 @@ class Queue(Protocol):
         Duplicates, older attempts and members that are no longer pending are ignored.
         """
 
+    async def news(self, after: str, count: int, wait_s: float) -> tuple[str, list[Segment | End]]:
+        """Up to ``count`` segments and ends recorded after the place ``after`` ("": the beginning), in order.
+
+        Waits at most ``wait_s`` for the first. Returns the place reached, to go on from. Only writers that
+        were made with ``notices`` are heard; segments of members that are not pending any more, and
+        records of earlier attempts, are left out. A reader that falls far behind, or whose server was
+        restarted, may miss some: what must not be missed is read with ``load``.
+        """
+
     async def end(self, ends: Sequence[End]) -> int:
         """Record ends. failed/abandoned ends move the ledger at once. Returns how many were new."""
 
@@ -120,11 +129,17 @@ class Generator(Protocol):
     async def submit(self, caller: str, requests: Sequence[Request]) -> None:
         """Queue requests of a caller. A malformed one is answered by ``collect`` with its error."""
 
-    async def collect(self, caller: str, wait_s: float) -> list[Completion]:
-        """Completions for a caller since its last collect; waits at most ``wait_s`` for the first."""
+    async def collect(self, caller: str, wait_s: float, elsewhere: int = 0) -> list[Completion]:
+        """Completions for a caller since its last collect; waits at most ``wait_s`` for the first.
 
-    async def release(self, sessions: Sequence[str]) -> None:
-        """These tasks have ended: their places are free. Unknown ones are ignored."""
+        ``elsewhere``: most tokens free at another generator now; mobile requests that wait may be sent there.
+        """
+
+    async def release(self, caller: str, sessions: Sequence[str]) -> None:
+        """These tasks of a caller have ended: their places are free, what they still ask is dropped.
+
+        Unknown ones are ignored.
+        """
 
 
 class WeightSink(Protocol):

@@ -1,12 +1,15 @@
 """Additive caution, multiplicative speed: a bound that follows what the engine says of its memory.
 
 The rule is prime-rl's for its in-flight cap: grow by a quarter per turnover while the bound binds and
-memory is not even ``_ROOMY`` used; cut when memory runs short; after a cut stand still until it has drained,
-so that one shortage, which lasts for many reports, is answered once.
+memory is not even ``_ROOMY`` used; cut when memory runs short. After a cut stand still until it has drained
+or a turnover has ended every turn that ran then: one shortage, which lasts for many reports, is answered
+once, and one that outlasts its answer again. Where high usage is planned it says nothing: there the bound
+grows after some turnovers without a preemption.
 """
 
 _ROOMY = 0.6  # usage below which the bound may grow
 _DRAINED = 0.7  # usage below which a cut has taken effect
+_CALM = 4  # turnovers without a preemption before a bound under which memory is planned to be full grows
 _GROW = 1.25  # per turnover: doubles in three, about as fast as contexts of new tasks grow
 _TRIM = (0.8, 0.9)  # (usage, factor): getting full, a gentle cut
 _FULL = (0.9, 0.8)  # about to preempt
@@ -37,10 +40,13 @@ class Pressure:
         """
         preempted = preemptions > self._preemptions
         self._preemptions = preemptions
+        turnovers = (turns - self._turns) / max(1, width)
         if self._frozen:
-            self._frozen = preempted or usage >= _DRAINED
+            if turnovers < 1 and (preempted or usage >= _DRAINED):
+                return False
+            self._frozen = False
             self._turns = turns
-            return False
+            turnovers = 0.0
         factor = 1.0
         if preempted:
             factor = self._factor
@@ -48,7 +54,7 @@ class Pressure:
             factor = _FULL[1]
         elif full and usage >= _TRIM[0]:
             factor = _TRIM[1]
-        elif binds and usage < _ROOMY and turns - self._turns >= width:
+        elif binds and turnovers >= 1 and (usage < _ROOMY or (not full and turnovers >= _CALM)):
             factor = _GROW
         if factor == 1.0:
             return False

@@ -4,32 +4,39 @@ The rule, in the order in which it is applied (``RankMachine.decide``):
 
 1. *Deficit.* ``d = (TWT / learners - RWT / generators) / step_s``: the share of a step (barrier and switches
    left out) that a learner waits minus the share that a generator waits. ``d`` above the dead band asks
-   for generation, below minus the dead band for consumption. Two signs of TideRL (arXiv:2608.10402) count
-   inside the band: a batch that formed short (``fill < 1``) asks for generation, a head of line older than
-   ``tau`` steps for consumption. Waiting for scores is a deficit of consumption too: groups are there, but
-   are not scored.
+   for generation, below minus the dead band for consumption. RWT counts what generators that the staleness
+   bound holds back could do without (``Balance.held_back``): they look as busy as ever. Two signs of TideRL
+   (arXiv:2608.10402) count inside the band: a batch that formed short (``fill < 1``) asks for generation, a
+   head of line older than ``tau`` steps for consumption. Waiting for scores is a deficit of consumption too:
+   groups are there, but are not scored.
 2. *Agreement.* ``agree_steps`` steps in a row ask for the same. A step that a switch took most of is not
    read; while the deficit lasts, every further step may move a rank.
 3. *Gain.* Of the adjacent assignments (one rank moved; scoring decoupled or colocated decided with it), the
-   one with the largest ``saving * horizon_steps - cost``, if that is positive. ``saving`` is predicted by
-   ``cluster/balance.py`` and scaled by what earlier moves of the kind realised; ``cost`` is the mean of the
-   last three switches of the kind, or the prior.
-4. *Bounds.* Floors, ceilings, one move at a time. The reverse of the last move needs twice the dead band;
-   unless the load has shifted since, it also has to be ``horizon_steps`` later and to pay both switches.
-   A kind that failed backs off for 4, 8, 16 ... steps.
+   one with the largest ``saving * horizon - cost``, if that is positive. ``saving`` is predicted by
+   ``cluster/balance.py`` and scaled by what earlier moves of the kind realised, and the move has to pay even
+   if the saving is ``DOUBT`` standard errors smaller: those of running means of the noise that is seen
+   (``cluster/running.py``). What another way of scoring alone would save is not counted. ``cost`` is the mean
+   of the last three switches of the kind, or the prior. ``horizon`` is the number of steps since the last
+   shift of the load (that it lasts as long again is the best guess without further knowledge), at least
+   ``horizon_steps``, at most the steps that are left of the run.
+4. *Bounds.* Floors (of generators: healthy ones), ceilings, one move at a time. The reverse of the last move
+   needs twice the dead band; unless the load has certainly shifted since (four further steps agree), it also
+   has to be ``horizon_steps`` later and to pay both switches. A kind that failed backs off for 4, 8, 16 ...
+   steps.
 
 During cold start and evaluation, generation is favoured: its proposals need no second step, and consumption
 asks for nothing. Spare ranks serve nobody, so they go wherever the model sees a saving, at once. An
 operator's ``target`` overrides all this: one move per step towards it, and it holds until it is taken back.
 
 Why it cannot oscillate: a move is made only if the model predicts a shorter step after it, so its reverse
-is predicted to be longer under the same works. Noise can still tip a load that lies between two splits: then
-two moves that undo each other are at least ``horizon_steps`` apart, and each has to promise both costs.
+is predicted to be longer under the same works. Noise can still tip a load that lies between two splits, but
+seldom, since the saving has to exceed its error. Then two moves that undo each other are ``horizon_steps``
+apart and the later one promises both costs, unless noise looks like a new load for six steps.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from cluster.balance import Balance as Balance
@@ -39,8 +46,13 @@ from cluster.messages import RankRow
 from cluster.switches import SwitchLedger
 from cluster.switches import SwitchRecord as SwitchRecord
 
+DOUBT = 2.5
+"""A move has to pay even if its saving is so many standard errors below what is predicted."""
 LONG_SWITCH = 0.5
 """A switch of more than this share of a step leaves too little of it to judge by."""
+EARLY = ", early"
+"""Ends the reason for a move that was predicted while batches of the load before were still trained: what a
+batch of the present one takes was not known yet."""
 ROLES = ("generator", "scorer", "learner")
 
 
@@ -54,12 +66,13 @@ class Bounds:
     agree_steps: int = 2
     horizon_steps: int = 10
     tau: float = 1.5  # steps; a head of line older than this is a consumption deficit
+    steps: int = 0  # of the whole run; 0: unknown
     scoring: Literal["decoupled", "colocated", "auto"] = "decoupled"  # scorer.mode
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """One rank should move. ``kind`` is "source>target"."""
+    """One rank should move. ``kind`` is "source>target"; ``id`` is given to it when it is planned."""
 
     source: str
     target: str
@@ -67,6 +80,7 @@ class Proposal:
     reason: str
     predicted_s: float = 0.0  # saving per step; 0 if not predicted
     cost_s: float = 0.0
+    id: int = 0
 
     @property
     def kind(self) -> str:
@@ -74,17 +88,21 @@ class Proposal:
         return f"{self.source}>{self.target}"
 
 
-def deficit(facts: StepFacts, counts: Mapping[str, int]) -> float:
-    """``d`` of the module docstring: positive when learners wait more than generators do."""
+def deficit(facts: StepFacts, counts: Mapping[str, int], held_back: float = 0.0) -> float:
+    """``d`` of the module docstring: positive when learners wait more than generators do.
+
+    ``held_back``: the share of their busy time that generators could do without.
+    """
     worked_s = facts.step_s - facts.sync_s
     if worked_s <= 0:
         return 0.0
     learners, generators = max(1, counts["learner"]), max(1, counts["generator"])
-    return (facts.twt_s / learners - facts.rwt_s / generators) / worked_s
+    waited_s = facts.rwt_s + held_back * facts.generator_busy_s
+    return (facts.twt_s / learners - waited_s / generators) / worked_s
 
 
-def choose_rank(rows: Sequence[RankRow], source: str, target: str) -> int:
-    """Which rank of ``source`` moves: one on a node of its new peers if any, then the highest number.
+def choose_rank(rows: Sequence[RankRow], source: str, target: str, unhealthy: Collection[int] = ()) -> int:
+    """Which rank of ``source`` moves: an unhealthy one, one on a node of its new peers, the highest number.
 
     The highest, because the lowest learner publishes and the lowest generators are the longest known.
     Raises ValueError if no rank holds ``source``.
@@ -93,7 +111,7 @@ def choose_rank(rows: Sequence[RankRow], source: str, target: str) -> int:
     able = [row for row in rows if row.role == source and not row.lost]
     if not able:
         raise ValueError(f"no rank is a {source}: {sorted({row.role for row in rows if not row.lost})} exist")
-    return max(able, key=lambda row: (row.node in peers, row.rank)).rank
+    return max(able, key=lambda row: (row.rank in unhealthy, row.node in peers, row.rank)).rank
 
 
 class RankMachine:
@@ -103,7 +121,7 @@ class RankMachine:
 
         proposal = machine.decide(facts, counts)     once per step, at the sync barrier
         machine.begun(proposal)                      it is being made
-        machine.switched(proposal.kind, seconds)     what it took
+        machine.switched(proposal.kind, seconds, id) what it took
         machine.done(proposal)  or  .undone(proposal)
 
     ``counts`` has the live ranks by role: generator, scorer, learner, and spare if there are any.
@@ -117,15 +135,16 @@ class RankMachine:
         self.bounds = bounds
         self.balance = balance if balance is not None else Balance()
         self.target: dict[str, int] | None = None  # operator's wish by role, all or some roles
-        self.switches = SwitchLedger(switch_costs)
+        self.switches = SwitchLedger(switch_costs, self.balance.saved)
         self._begun: Proposal | None = None
-        self._shifted = False  # since the last move
+        self._noticed = self._shifted = False  # a shift since the last move; and it is certain
         self._skip = 0  # coming steps that contain a switch
         self._asked = ""  # generation or consumption
         self._streak = 0
         self._counts: dict[str, int] = {}
         self._step = 0
         self._step_s = 0.0
+        self._since = 0  # step at which the present load was first seen
 
     @property
     def ledger(self) -> list[SwitchRecord]:
@@ -139,18 +158,21 @@ class RankMachine:
         self._step, self._step_s = facts.step, facts.step_s
         counts = {role: counts.get(role, 0) for role in (*ROLES, "spare")}
         if self._begun is not None:  # nothing that this step shows is settled
-            self._counts, self.balance.depth = {}, facts.depth
+            self._counts = {}
+            self.balance.passed(facts)
             return None
         self._notice_change(counts)
         if self._skip > 0:
             self._skip -= 1
-            self.balance.depth = facts.depth
+            self.balance.passed(facts)
             return self._toward_target(facts, counts)
-        if self.balance.observe(facts, counts):
-            self.switches.shifted()
-            self._shifted = True
-        if facts.phase == "train":
-            self.switches.settled(facts.step_s - facts.sync_s)
+        if found := self.balance.observe(facts, counts):
+            self._noticed, self._since = True, facts.step
+            if found == "generators":  # what learners have is accounted for when a saving is told
+                self.switches.shifted()
+        self._shifted = self._shifted or (self._noticed and self.balance.confirmed)
+        if facts.phase == "train" and self.balance.sample is not None:
+            self.switches.settled(self.balance.sample)
         if self.target is not None:
             return self._toward_target(facts, counts)
         asked = self._ask(facts, counts)
@@ -160,7 +182,7 @@ class RankMachine:
 
     def _ask(self, facts: StepFacts, counts: Mapping[str, int]) -> str:
         """generation, consumption or nothing."""
-        d, band = deficit(facts, counts), self.bounds.dead_band
+        d, band = self._deficit(facts, counts), self.bounds.dead_band
         unscored = facts.signal_s / max(1, counts["learner"]) / max(facts.step_s, 1e-9)
         if unscored > max(band, d) and facts.phase == "train":
             return "consumption"
@@ -170,6 +192,9 @@ class RankMachine:
         if facts.phase == "train" and (d < -band or (old and d < 0)):
             return "consumption"
         return ""
+
+    def _deficit(self, facts: StepFacts, counts: Mapping[str, int]) -> float:
+        return deficit(facts, counts, self.balance.held_back(counts, facts.scoring))
 
     def _best(self, facts: StepFacts, counts: Mapping[str, int]) -> Proposal | None:
         needed = self.bounds.agree_steps if facts.phase == "train" else 1
@@ -198,20 +223,22 @@ class RankMachine:
         kind = f"{source}>{target}"
         if source != "spare" and kind not in self.switches.priors:
             return False
-        if not self._within(source, target, counts) or self.switches.blocked(kind, facts.step):
+        if not self._within(source, target, facts, counts) or self.switches.blocked(kind, facts.step):
             return False
         if not self._undoes(kind):
             return True
         earned = self._shifted or facts.step - self.ledger[-1].step >= self.bounds.horizon_steps
-        return earned and abs(deficit(facts, counts)) > 2 * self.bounds.dead_band
+        return earned and abs(self._deficit(facts, counts)) > 2 * self.bounds.dead_band
 
     def _undoes(self, kind: str) -> bool:
         """It is the reverse of the last move."""
         source, _, target = kind.partition(">")
         return self.switches.last == f"{target}>{source}"
 
-    def _within(self, source: str, target: str, counts: Mapping[str, int]) -> bool:
+    def _within(self, source: str, target: str, facts: StepFacts, counts: Mapping[str, int]) -> bool:
         """Floors and ceilings hold after the move."""
+        if source == "generator" and not can_give(counts, self.bounds, facts.unhealthy):
+            return False
         floor = 0 if source == "spare" else self.bounds.floors.get(source, 0)
         ceiling = self.bounds.ceilings.get(target, 0) or math.inf
         return counts[source] - 1 >= floor and counts[target] + 1 <= ceiling
@@ -224,22 +251,48 @@ class RankMachine:
         mode = self.bounds.scoring
         modes: tuple[Scoring, ...] = ("colocated", "decoupled") if mode == "auto" else (mode,)
         scoring = min(modes, key=lambda way: self.balance.step_s(after, way))
-        now = self.balance.step_s(counts, facts.scoring)
+        mode_now, now = self._now(counts, facts.scoring)
         then = self.balance.step_s(after, scoring)
         if not math.isfinite(then):
             return None
         kind = f"{source}>{target}"
-        saving = (now - then if math.isfinite(now) else then) * self.switches.trust(kind)
-        why = f"{agreed} deficit {deficit(facts, counts):+.2f}" if source != "spare" else "spare rank"
+        trust, error = self.switches.trust(kind), 0.0
+        saving = (now - then if math.isfinite(now) else then) * trust
+        if math.isfinite(now) and not self._free(source, target):
+            error = trust * self.balance.saving_error((counts, mode_now), (after, scoring))
+        why = f"{agreed} deficit {self._deficit(facts, counts):+.2f}" if source != "spare" else "spare rank"
+        why += EARLY if self.balance.generation.mixed > 0 else ""
         proposal = Proposal(source=source, target=target, scoring=scoring, reason=why,
                             predicted_s=saving, cost_s=self.switches.cost(kind))  # fmt: skip
-        return proposal if saving > 0 and self._gain(proposal) > 0 else None
+        surely = replace(proposal, predicted_s=saving - DOUBT * error)
+        return proposal if surely.predicted_s > 0 and self._gain(surely) > 0 else None
+
+    def _now(self, counts: Mapping[str, int], scoring: Scoring) -> tuple[Scoring, float]:
+        """The better way of scoring without a move, and its step: what it alone saves is no move's credit."""
+        both: tuple[Scoring, ...] = ("colocated", "decoupled")
+        ways = both if self.bounds.scoring == "auto" else (scoring,)
+        steps = {way: self.balance.step_s(counts, way) for way in ways}
+        best = min(steps, key=lambda way: steps[way])
+        return best, steps[best]
+
+    @staticmethod
+    def _free(source: str, target: str) -> bool:
+        """A spare that begins to generate or score keeps nobody waiting."""
+        return source == "spare" and target != "learner"
 
     def _gain(self, proposal: Proposal) -> float:
-        """Seconds won over the horizon. A spare that begins to generate or score keeps nobody waiting."""
-        free = proposal.source == "spare" and proposal.target != "learner"
+        """Seconds won over the horizon."""
+        free = self._free(proposal.source, proposal.target)
         switches = 0 if free else 2 if self._undoes(proposal.kind) and not self._shifted else 1
-        return proposal.predicted_s * self.bounds.horizon_steps - switches * proposal.cost_s
+        return proposal.predicted_s * self._horizon() - switches * proposal.cost_s
+
+    def _horizon(self) -> int:
+        """Steps over which a move has to earn its cost: a load is expected to last as long as it has lasted.
+
+        At least ``horizon_steps``, and not beyond the end of the run.
+        """
+        steps = max(self.bounds.horizon_steps, self._step - self._since)
+        return min(steps, max(0, self.bounds.steps - self._step)) if self.bounds.steps else steps
 
     def _cold(self, facts: StepFacts, counts: Mapping[str, int], agreed: str) -> Proposal | None:
         """Before both sides are measured: what serves nobody yet generates; learners stay.
@@ -265,7 +318,7 @@ class RankMachine:
     def _toward_target(self, facts: StepFacts, counts: Mapping[str, int]) -> Proposal | None:
         if self.target is None:
             return None
-        pair = toward(self.target, counts, self.bounds)
+        pair = toward(self.target, counts, self.bounds, facts.unhealthy)
         if pair is None or self.switches.blocked(">".join(pair), facts.step):
             return None
         source, target = pair
@@ -276,7 +329,7 @@ class RankMachine:
         predicted = 0.0
         if self.balance.known:
             then = self.balance.step_s(after, scoring)
-            predicted = self.balance.step_s(counts, facts.scoring) - then if math.isfinite(then) else 0.0
+            predicted = self._now(counts, facts.scoring)[1] - then if math.isfinite(then) else 0.0
         return Proposal(source=source, target=target, scoring=scoring, reason="target",
                         predicted_s=predicted if math.isfinite(predicted) else 0.0,
                         cost_s=self.switches.cost(f"{source}>{target}"))  # fmt: skip
@@ -287,8 +340,9 @@ class RankMachine:
         """The move is being made; ``decide`` proposes nothing until it is done or undone."""
         self._begun = proposal
         self.switches.begun(
-            SwitchRecord(proposal.kind, self._step, proposal.reason, proposal.predicted_s, proposal.cost_s)
-        )
+            SwitchRecord(proposal.kind, self._step, proposal.reason, proposal.predicted_s, proposal.cost_s,
+                         id=proposal.id)
+        )  # fmt: skip
 
     def regrets(self, proposal: Proposal) -> bool:
         """The opposite has been asked for since it was proposed: do not begin it."""
@@ -301,15 +355,15 @@ class RankMachine:
         """The move was begun by an earlier process, whose ``state`` was loaded."""
         self._begun = proposal
 
-    def switched(self, kind: str, seconds: float) -> None:
+    def switched(self, kind: str, seconds: float, move: int = 0) -> None:
         """What a switch of ``kind`` took; later costs are the mean of the last three."""
-        self.switches.switched(kind, seconds)
+        self.switches.switched(kind, seconds, move)
 
     def done(self, proposal: Proposal) -> None:
         """The rank serves its new role from now on; a step that contains the switch is not read."""
-        self._begun, self._shifted = None, False
+        self._begun, self._noticed, self._shifted = None, False, False
         self._counts = {}
-        self.switches.done(proposal.kind)
+        self.switches.done(proposal.kind, proposal.id)
         self._skip = int(self.switches.cost(proposal.kind) > LONG_SWITCH * self._step_s)
 
     def undone(self, proposal: Proposal, again: bool = False) -> None:
@@ -317,7 +371,7 @@ class RankMachine:
         self._begun = None
         self._skip = 1
         self._streak, self._asked = 0, ""
-        self.switches.undone(proposal.kind, self._step, again)
+        self.switches.undone(proposal.kind, self._step, again, proposal.id)
 
     def _notice_change(self, counts: dict[str, int]) -> None:
         """Ranks came or went without a move: what was measured no longer compares."""
@@ -336,28 +390,37 @@ class RankMachine:
         self.switches.load(state["switches"])
 
 
-def toward(target: Mapping[str, int], counts: Mapping[str, int], bounds: Bounds) -> tuple[str, str] | None:
+def can_give(counts: Mapping[str, int], bounds: Bounds, unhealthy: int) -> bool:
+    """The healthy generators keep the floor without those that are not, one of which would go first."""
+    return counts["generator"] - unhealthy >= bounds.floors.get("generator", 0)
+
+
+def toward(
+    target: Mapping[str, int], counts: Mapping[str, int], bounds: Bounds, unhealthy: int = 0
+) -> tuple[str, str] | None:
     """(source, target role) of one move towards ``target``, or None; roles without a wish give and take.
 
     To a role that is short goes a spare, or a rank of the role that has most above its wish, or of the
     unnamed role that has most above its floor. If none is short, the role with too many gives to an
-    unnamed one, to spare if all are named.
+    unnamed one, to spare if all are named, and spares go to an unnamed one. ``unhealthy`` generators do not
+    count for their floor.
     """
     floors = bounds.floors
+    able = [role for role in ROLES if role != "generator" or can_give(counts, bounds, unhealthy)]
     wish = {role: target.get(role, counts[role]) for role in ROLES}
     short = {role: wish[role] - counts[role] for role in ROLES if wish[role] > counts[role]}
-    over = {role: counts[role] - wish[role] for role in ROLES if wish[role] < counts[role]}
+    over = {role: counts[role] - wish[role] for role in able if wish[role] < counts[role]}
     if not short:
-        if not over:
-            return None
         room = {role: (bounds.ceilings.get(role, 0) or math.inf) - counts[role] for role in ROLES}
         takers = [role for role in ("generator", "learner") if role not in target and room[role] > 0]
-        return max(over, key=lambda role: over[role]), (takers or ["spare"])[0]
+        if over:
+            return max(over, key=lambda role: over[role]), (takers or ["spare"])[0]
+        return ("spare", takers[0]) if takers and counts.get("spare", 0) > 0 else None
     wanted = max(short, key=lambda role: short[role])
     if counts.get("spare", 0) > 0:
         return "spare", wanted
     if over:
         return max(over, key=lambda role: over[role]), wanted
-    free = {role: counts[role] - floors.get(role, 0) for role in ROLES if role not in target}
+    free = {role: counts[role] - floors.get(role, 0) for role in able if role not in target}
     giver = max(free, key=lambda role: free[role], default="")
     return (giver, wanted) if giver and free[giver] > 0 else None

@@ -133,30 +133,43 @@ class RoleMap(Record, frozen=True):
                     reason=reason, predicted_s=predicted_s, cost_s=cost_s)  # fmt: skip
         return replace(self, move=move, phase="planned", moves=self.moves + 1)
 
-    def cancel(self) -> "RoleMap":
-        """Give up a planned move: nothing had changed yet."""
-        self._expect("planned")
+    def cancel(self, move: int) -> "RoleMap":
+        """Give up planned move ``move``: nothing had changed yet."""
+        self._expect("planned", move)
         return replace(self, move=None, phase="settled")
 
-    def commit(self, epoch: int) -> "RoleMap":
+    def commit(self, move: int, epoch: int) -> "RoleMap":
         """The barrier has come: the rank has its new role from ``epoch`` on."""
-        move = self._expect("planned")
-        changed = self._with(move.rank, move.target, epoch)
-        return replace(changed, move=replace(move, epoch=epoch), phase="committed")
+        made = self._expect("planned", move)
+        changed = self._with(made.rank, made.target, epoch)
+        return replace(changed, move=replace(made, epoch=epoch), phase="committed")
 
-    def finish(self) -> "RoleMap":
-        """All effects of a committed move are in place."""
-        self._expect("committed")
+    def finish(self, move: int) -> "RoleMap":
+        """All effects of committed move ``move`` are in place."""
+        self._expect("committed", move)
         return replace(self, move=None, phase="settled")
 
-    def undo(self, epoch: int) -> "RoleMap":
-        """A committed move failed: the rank has its old role again, under a new epoch."""
-        move = self._expect("committed")
-        return replace(self._with(move.rank, move.source, epoch), move=None, phase="settled")
+    def undo(self, move: int, epoch: int) -> "RoleMap":
+        """Committed move ``move`` failed: the rank has its old role again, under a new epoch."""
+        made = self._expect("committed", move)
+        return replace(self._with(made.rank, made.source, epoch), move=None, phase="settled")
 
-    def _expect(self, phase: Phase) -> Move:
+    def refuses(self, move: int) -> str:
+        """Why a report of how ``move`` ended is not taken; "" if that move is committed and waits for it.
+
+        A report may be late: its move was given up, or made already, and another one is under way.
+        """
+        try:
+            self._expect("committed", move)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def _expect(self, phase: Phase, move: int) -> Move:
         if self.move is None or self.phase != phase:
             raise ValueError(f"no move is {phase}: the map is {self.phase}")
+        if self.move.id != move:
+            raise ValueError(f"move {move} is not under way: move {self.move.id} is")
         return self.move
 
     # -- ranks that come and go ---------------------------------------------------------
@@ -165,7 +178,8 @@ class RoleMap(Record, frozen=True):
         """These ranks' node is gone. A move of one of them is off: its rank is lost with its old role."""
         changed = self
         if self.move is not None and self.move.rank in ranks:
-            changed = self.cancel() if self.phase == "planned" else self.undo(epoch)
+            move = self.move.id
+            changed = self.cancel(move) if self.phase == "planned" else self.undo(move, epoch)
         gone = {self.row(rank).rank for rank in ranks}
         rows = tuple(replace(r, lost=True) if r.rank in gone else r for r in changed.ranks)
         return replace(changed, ranks=rows, epoch=self._newer(epoch))
@@ -179,6 +193,10 @@ class RoleMap(Record, frozen=True):
             known[row.rank] = RankRow(row.rank, SPARE, row.node)
         ordered = tuple(known[rank] for rank in sorted(known))
         return replace(self, ranks=ordered, epoch=self._newer(epoch))
+
+    def release(self, rank: int, epoch: int) -> "RoleMap":
+        """Rank ``rank`` could not take up its role: it is spare."""
+        return self._with(rank, SPARE, epoch)
 
     def located(self, nodes: dict[int, str]) -> "RoleMap":
         """Where ranks lie, as far as ``nodes`` tells (Ray node id by rank)."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from cluster.config import Config
 from cluster.errors import ConfigError
 from cluster.ranks import Bounds
-from cluster.roles import ROLES, RoleMap
+from cluster.roles import ROLES, SPARE, RoleMap
 from cluster.sim.profile import SwitchProfile
 
 
@@ -27,6 +27,7 @@ def bounds(config: Config) -> Bounds:
         dead_band=elastic.dead_band,
         agree_steps=elastic.agree_steps,
         horizon_steps=elastic.horizon_steps,
+        steps=config.run.steps,
         scoring=config.scorer.mode,
     )
 
@@ -36,6 +37,18 @@ def restoring(config: Config, counts: Mapping[str, int]) -> dict[str, int]:
     recipe = {"learner": config.learner.ranks, "generator": config.generator.replicas,
               "scorer": config.scorer.replicas}  # fmt: skip
     return {role: max(count, counts[role]) for role, count in recipe.items()}
+
+
+def refilling(counts: Mapping[str, int], floors: Mapping[str, int]) -> tuple[str, str] | None:
+    """(source, target) of the move without which a job with nobody in a needed role stands still.
+
+    Spares go first, then scorers, then the other needed role, each above its floor.
+    """
+    for target, other in (("generator", "learner"), ("learner", "generator")):
+        able = [role for role in (SPARE, "scorer", other) if counts[role] > floors.get(role, 0)]
+        if counts[target] == 0 and able:
+            return able[0], target
+    return None
 
 
 def check_target(

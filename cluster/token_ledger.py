@@ -4,8 +4,6 @@ Events move tasks between states and queues; nothing is decided here (see cluste
 states, promises and priorities). Every event costs O(log n).
 """
 
-from collections import OrderedDict
-
 from cluster.admission_records import (
     ACTIVE,
     BACK,
@@ -18,8 +16,10 @@ from cluster.admission_records import (
     Growth,
     Limits,
     Task,
+    observed,
+    sampled,
 )
-from cluster.lazy_heap import LazyHeap
+from cluster.lazy_heap import LateHeap, LazyHeap
 from cluster.tool_waits import ToolWaits
 
 W_EVAL, W_GROUP, W_ACTIVE, W_CONTEXT = 8.0, 4.0, 2.0, 1.0  # see cluster/admission.py
@@ -43,11 +43,13 @@ class TokenLedger:
         self._evals: LazyHeap[Task] = LazyHeap()
         self._evals_back: LazyHeap[Task] = LazyHeap()
         self._holds: LazyHeap[Task] = LazyHeap()  # waiting training tasks by the end of their hold
-        self._unexpired: LazyHeap[Task] = LazyHeap()  # the same by priority, lowest first
-        self._expired: LazyHeap[Task] = LazyHeap()
-        self._idle: OrderedDict[str, Task] = OrderedDict()  # waiting or parked, longest first
+        self._unexpired: LateHeap[Task] = LateHeap()  # the same by priority, lowest first
+        self._expired: LateHeap[Task] = LateHeap()
+        self._idle: dict[str, Task] = {}  # waiting or parked, longest first
         self._unexpired_tokens = self._expired_tokens = self._back_tokens = 0
-        self._promised = self._resident = self._active = self._parked = self._queued = 0
+        self._promised = self._resident = self._active = self._parked = 0
+        self._queued = self._queued_evals = 0
+        self._by_task = limits.policy == "task"
         self._turns = self._starts = self._parks = self._resumes = 0
         self._salt = 0
         self._dirty = False
@@ -79,7 +81,6 @@ class TokenLedger:
             self.group_progress(known.group.name, group_done, now)
         known.tokens, known.growth, known.asked = tokens, growth, now - waited
         known.tool = tool or known.tool
-        self._queued += 1
         self._enqueue(known)
 
     def turn_ended(self, task: str, tokens: int, now: float, tool: str = "") -> None:
@@ -90,9 +91,8 @@ class TokenLedger:
         self._dirty = True
         self._turns += 1
         self._active -= 1
-        out = max(0, tokens - known.tokens)
-        known.group.growth.sampled(out)
-        self._kinds[known.kind].sampled(out)
+        out = tokens - known.tokens if tokens > known.tokens else 0
+        sampled(known, out)
         known.tokens, known.tool, known.timed = tokens, tool or known.tool, True
         self._wait(known, now)
 
@@ -148,7 +148,6 @@ class TokenLedger:
                 self._requeue_waiting(task)
             elif task.state in (QUEUED, BACK):
                 self._leave(task)
-                self._queued += 1
                 self._enqueue(task)
 
     def synced(self, now: float) -> None:
@@ -202,15 +201,16 @@ class TokenLedger:
         if kind not in self._kinds:
             kind = kind if len(self._kinds) < _KINDS else ""
             self._kinds.setdefault(kind, Growth())
+        alike = self._kinds[kind]
         known = self._groups.get(group)
         if known is None:
             known = self._groups[group] = Group(group)
-        task = self._tasks[name] = known.members[name] = Task(name, known, kind, evaluation)
-        if self.limits.policy != "task":
+        task = self._tasks[name] = known.members[name] = Task(name, known, kind, evaluation, alike)
+        if self._by_task:
+            task.state = PARKED
+        else:
             self._take_place(task)
             task.state = WAITING
-        else:
-            task.state = PARKED
         return task
 
     def _returned(self, task: Task, tokens: int, tool: str, now: float) -> None:
@@ -218,20 +218,23 @@ class TokenLedger:
         del self._idle[task.name]
         if task.timed:
             self.waits.observe(tool or task.tool, now - task.since)
-        answer = max(0, tokens - task.tokens)
-        task.group.growth.observed(answer)
-        self._kinds[task.kind].observed(answer)
+        answer = tokens - task.tokens if tokens > task.tokens else 0
+        observed(task, answer)
         if task.state == PARKED:
             self._parked -= 1
-        else:
+        elif self._by_task:
             self._unhold(task)
 
     def _enqueue(self, task: Task) -> None:
         """Into the queue that fits; from ``WAITING`` it keeps its place, from ``PARKED`` it has none."""
-        if task.state in (WAITING, PARKED):
-            task.state = BACK if task.state == WAITING else QUEUED
+        self._queued += 1
+        self._queued_evals += task.evaluation
+        if task.state == WAITING:
+            task.state = BACK
+        elif task.state == PARKED:
+            task.state = QUEUED
         task.stamp += 1
-        if self.limits.policy != "task":
+        if not self._by_task:
             self._back.push(task.asked, task)
             return
         task.base = self._base(task)
@@ -249,8 +252,12 @@ class TokenLedger:
 
     def _start(self, task: Task, held: int, start: list[str]) -> None:
         """``task``, the first of its queue, becomes active."""
-        self._leave(task)
-        if task.state == QUEUED:
+        task.stamp += 1
+        self._queued -= 1
+        self._queued_evals -= task.evaluation
+        if task.state == BACK:
+            self._back_tokens -= task.held if self._by_task and not task.evaluation else 0
+        else:
             self._take_place(task)
             self._resumes += task.parked
         task.parked = False
@@ -266,10 +273,12 @@ class TokenLedger:
         """An active or asking task with a place waits for its environment."""
         task.state, task.since = WAITING, now
         self._idle[task.name] = task
-        held = min(self._budget, task.tokens + int(self._obs(task) + self._out(task)))
+        held = task.tokens + int(self._obs(task) + self._out(task))
+        if held > self._budget:
+            held = self._budget
         self._promised += held - task.held
         task.held = held
-        if task.evaluation or self.limits.policy != "task":
+        if task.evaluation or not self._by_task:
             return
         task.base = self._base(task)
         hold = 0.0
@@ -318,16 +327,16 @@ class TokenLedger:
             self._leave(task)
             self._give_up_place(task)
             task.state = PARKED
-            self._queued += 1
             self._enqueue(task)
         task.parked = True
 
     def _leave(self, task: Task) -> None:
         """Out of whatever queue or list its state has it in."""
         task.stamp += 1
-        if task.state in (QUEUED, BACK):
+        if task.state <= BACK:
             self._queued -= 1
-            if task.state == BACK and not task.evaluation and self.limits.policy == "task":
+            self._queued_evals -= task.evaluation
+            if task.state == BACK and not task.evaluation and self._by_task:
                 self._back_tokens -= task.held
         elif task.state == ACTIVE:
             self._active -= 1
@@ -341,7 +350,7 @@ class TokenLedger:
     def _unhold(self, task: Task) -> None:
         """A waiting task waits no more."""
         task.stamp += 1
-        if task.evaluation or self.limits.policy != "task":
+        if task.evaluation or not self._by_task:
             return
         if task.expired:
             self._expired_tokens -= task.held
@@ -368,27 +377,28 @@ class TokenLedger:
         """See ``Figures.cap``; the budget follows."""
         limits = self.limits
         self._cap = cap
-        scale = cap if limits.policy == "task" else 1.0
+        scale = cap if self._by_task else 1.0
         self._budget = max(1, int(limits.capacity_tokens * (1.0 - limits.headroom) * scale))
 
     def _base(self, task: Task) -> float:
-        context = min(1.0, task.tokens / self.limits.capacity_tokens)
-        return W_GROUP * task.group.done + self._sign * context
+        context = task.tokens / self.limits.capacity_tokens
+        return W_GROUP * task.group.done + self._sign * (context if context < 1.0 else 1.0)
 
     def _promise(self, task: Task) -> int:
         """What a turn of this asker needs, at most the whole budget."""
-        return min(self._budget, task.tokens + int(self._out(task)))
+        need = task.tokens + int(self._out(task))
+        return need if need < self._budget else self._budget
 
     def _out(self, task: Task) -> float:
         """Tokens that its turn is expected to sample."""
         growth = task.group.growth
         if not growth.n_out:
-            growth = self._kinds[task.kind]
+            growth = task.alike
             if not growth.n_out:
                 return task.growth
-        return min(task.growth, growth.out)
+        return growth.out if growth.out < task.growth else task.growth
 
     def _obs(self, task: Task) -> float:
         """Tokens that its environment's answer is expected to add."""
         growth = task.group.growth
-        return growth.obs if growth.n_obs else self._kinds[task.kind].obs
+        return growth.obs if growth.n_obs else task.alike.obs

@@ -10,9 +10,8 @@ with ``M = E[min(wait, tau)]`` the objective is ``P - r M``, so the best tau lie
 of the points ``(M, P)`` has slope ``r``. The hull is built now and then and searched by bisection.
 """
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_right
 from collections import deque
-from itertools import pairwise
 from math import inf
 
 _WINDOW = 256  # waits kept per tool: quantiles to a few per cent, a change of regime shows in a few groups
@@ -24,41 +23,45 @@ _REFRESH = 0.5  # of the window renewed: the hull is built again
 class _Waits:
     """The newest waits of one tool."""
 
-    __slots__ = ("_fresh", "_hold", "_order", "_slope", "_sorted")
+    __slots__ = ("_built", "_hold", "_in_order", "_slope", "_sorted", "added", "waits")
 
     def __init__(self) -> None:
-        self._order: deque[float] = deque()
-        self._sorted: list[float] = []
+        self.waits: deque[float] = deque(maxlen=_WINDOW)
+        self._sorted: list[float] = []  # the same in order: made when asked for, not at every wait
+        self._in_order = 0  # ``added`` when that was made
         self._slope: list[float] = []  # minus the hull's slopes, rising
         self._hold: list[float] = []  # tau at the right end of each hull edge
-        self._fresh = 0
+        self.added = 0  # ever
+        self._built = 0  # ``added`` when the hull was built
 
     def __len__(self) -> int:
-        return len(self._sorted)
+        return len(self.waits)
 
-    def add(self, seconds: float) -> None:
-        if len(self._order) == _WINDOW:
-            oldest = self._order.popleft()
-            del self._sorted[bisect_left(self._sorted, oldest)]
-        self._order.append(seconds)
-        insort(self._sorted, seconds)
-        self._fresh += 1
+    def _ordered(self) -> list[float]:
+        if self._in_order != self.added:
+            self._sorted = sorted(self.waits)
+            self._in_order = self.added
+        return self._sorted
+
+    def _longer(self, elapsed: float) -> list[float]:
+        waits = self._ordered()
+        return waits[bisect_right(waits, elapsed) :]
 
     def remaining(self, elapsed: float) -> float | None:
         """Mean of ``wait - elapsed`` over the waits that are longer; None if there is none."""
-        longer = self._sorted[bisect_right(self._sorted, elapsed) :]
+        longer = self._longer(elapsed)
         return sum(longer) / len(longer) - elapsed if longer else None
 
     def hold(self, ratio: float) -> float:
         """argmax of ``P - ratio * M`` at the beginning of a wait, 0 if no hold pays."""
-        if self._fresh > _REFRESH * len(self._sorted):
+        if self.added - self._built > _REFRESH * len(self.waits):
             self._build()
         at = bisect_right(self._slope, -ratio)
         return self._hold[at - 1] if at else 0.0
 
     def hold_after(self, elapsed: float, ratio: float) -> float:
         """The same for a wait that has lasted ``elapsed``: over the longer waits, counted from now."""
-        longer = self._sorted[bisect_right(self._sorted, elapsed) :]
+        longer = self._longer(elapsed)
         best, hold, total = 0.0, 0.0, 0.0
         for n, wait in enumerate(longer, 1):
             rest = wait - elapsed
@@ -70,22 +73,22 @@ class _Waits:
 
     def _build(self) -> None:
         """Upper concave hull of (E[min(wait, tau)], P(wait <= tau)) from (0, 0), by a monotone chain."""
-        self._fresh = 0
-        count, total = len(self._sorted), 0.0
-        hull: list[tuple[float, float, float]] = [(0.0, 0.0, 0.0)]
-        for n, wait in enumerate(self._sorted, 1):
+        self._built = self.added
+        count, total = len(self.waits), 0.0
+        hull: list[tuple[float, float, float, float, float]] = []  # (x, y, dx, dy, wait): edges by their ends
+        for n, wait in enumerate(self._ordered(), 1):
             total += wait
             mean, share = (total + (count - n) * wait) / count, n / count
-            while len(hull) > 1:
-                (x1, y1, _), (x2, y2, _) = hull[-2], hull[-1]
-                if (y2 - y1) * (mean - x2) > (share - y2) * (x2 - x1):
+            while hull:
+                x, y, dx, dy, _ = hull[-1]
+                if dy * (mean - x) > (share - y) * dx:
                     break
                 hull.pop()
-            hull.append((mean, share, wait))
-        self._slope = [
-            -(y2 - y1) / (x2 - x1) if x2 > x1 else -inf for (x1, y1, _), (x2, y2, _) in pairwise(hull)
-        ]
-        self._hold = [wait for _, _, wait in hull[1:]]
+            else:
+                x = y = 0.0
+            hull.append((mean, share, mean - x, share - y, wait))
+        self._slope = [-dy / dx if dx > 0.0 else -inf for _, _, dx, dy, _ in hull]
+        self._hold = [edge[4] for edge in hull]
 
 
 class ToolWaits:
@@ -99,14 +102,18 @@ class ToolWaits:
 
     def observe(self, tool: str, seconds: float) -> None:
         """An environment answered ``seconds`` after its turn ended. Negative times count as 0."""
-        seconds = max(0.0, seconds)
-        self._pooled.add(seconds)
+        if seconds < 0.0:
+            seconds = 0.0
+        pooled = self._pooled
+        pooled.waits.append(seconds)
+        pooled.added += 1
         waits = self._tools.get(tool)
         if waits is None:
             if len(self._tools) >= _TOOLS:
                 return
             waits = self._tools[tool] = _Waits()
-        waits.add(seconds)
+        waits.waits.append(seconds)
+        waits.added += 1
 
     def samples(self, tool: str) -> int:
         """Waits seen of the tool (at most the window's length)."""
@@ -143,6 +150,6 @@ class ToolWaits:
 
     def _known(self, tool: str) -> _Waits | None:
         waits = self._tools.get(tool)
-        if waits is not None and len(waits) >= _ENOUGH:
+        if waits is not None and waits.added >= _ENOUGH:
             return waits
-        return self._pooled if len(self._pooled) >= _ENOUGH else None
+        return self._pooled if self._pooled.added >= _ENOUGH else None

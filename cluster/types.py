@@ -299,7 +299,7 @@ class Request(Record, frozen=True):
     kind: str = ""  # of task, for diversity: the environment's name
     tool: str = ""  # what the environment was doing before this turn, for its latency quantiles
     waited_s: float = 0.0  # for a place, under earlier names of the same request
-    elsewhere: int = 0  # tokens free at another generator: it may go there rather than wait
+    mobile: bool = False  # it may be sent to another generator rather than wait
 
 
 class Completion(Record, frozen=True):

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AttentionInterface
 
+from learner.prefix import Continued
+
 NAME = "springtide_packed"
 BUCKET_RATIO = 1.25  # a bucket holds samples of lengths within this ratio: padding below a quarter
 
@@ -34,6 +36,11 @@ class Layout:
     pads: Tensor
     buckets: tuple[tuple[int, int], ...]
     whole: bool
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample."""
+        return max(width for _, width in self.buckets)
 
 
 def layout_of(starts: NDArray[np.int64], lengths: NDArray[np.int64], device: torch.device) -> Layout:
@@ -120,7 +127,7 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    layout: Layout,
+    layout: Layout | Continued,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -130,9 +137,13 @@ def packed_attention(
 
     Raises ValueError for a sliding window that is shorter than a sample.
     """
-    longest = max(width for _, width in layout.buckets)
+    longest = layout.longest
     if sliding_window is not None and sliding_window < longest:
         raise ValueError(f"sliding window {sliding_window} is shorter than a sample of {longest} tokens")
+    if isinstance(layout, Continued):
+        layer = module.layer_idx
+        assert isinstance(layer, int)
+        return layout.attend(layer, query, key, value, scaling), None
     flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
     if not layout.whole:
         flat = [to_slots(tensor, layout) for tensor in flat]

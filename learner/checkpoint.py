@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from cluster.config import Config
 from cluster.errors import CheckpointDamaged
+from cluster.identity import identity
 from learner.export import export_hf
 from learner.manifest import MANIFEST, checkpoints, digest, step_of
 from learner.mesh import Place
@@ -49,8 +50,8 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fingerprint(config: Config) -> str:
-    """Identifies a configuration: hexadecimal SHA-256 of its canonical JSON."""
-    return hashlib.sha256(msgspec.json.encode(config, order="deterministic")).hexdigest()
+    """Names what a run is (see ``cluster.identity``): hexadecimal SHA-256 of its canonical JSON."""
+    return hashlib.sha256(msgspec.json.encode(identity(config), order="deterministic")).hexdigest()
 
 
 def save_checkpoint(

@@ -8,9 +8,10 @@ as few as the controller allows when waiting for more would train fewer groups a
 """
 
 import asyncio
+import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +23,12 @@ from cluster.staleness import lag
 from cluster.types import Group, StepRecord
 
 CLAIM_WAIT_S = 0.25
+LOOK_EVERY_S = 1.0
 GAP_WEIGHT = 0.2
 """Of the newest gap between groups in the running mean: five gaps carry two thirds."""
 STOP_S = 5.0
+REMEMBERED = 100_000
+"""Groups taken lately: a delivery that the server repeats is one of these, and no job holds as many."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,11 @@ def _nothing(group: Group) -> None:
     """Nobody wants to know of a group that arrives."""
 
 
+async def _never() -> bool:
+    """Nobody calls."""
+    return False
+
+
 NO_PACE = Pace()
 
 
@@ -82,14 +91,14 @@ class Feed:
         self._ready: list[_Ready] = []
         self._arrived = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._taken: set[str] = set()
+        self._taken: dict[str, None] = {}  # newest last
         self._stopping = False
         self._last = time.monotonic()  # when the newest groups arrived
         self._gap = 0.0  # mean seconds between groups; 0 before the first
 
     async def start(self, planned: set[str]) -> None:
         """Take over what an earlier feeder had claimed (but not ``planned`` groups); begin."""
-        self._taken |= planned
+        self._taken |= dict.fromkeys(planned)
         for group in await self.queue.reclaim(self.consumer):
             await self._admit([group])
         self._task = asyncio.create_task(self._gather())
@@ -119,7 +128,9 @@ class Feed:
         fresh = [group for group in claimed if group not in self._taken]
         if not fresh:
             return
-        self._taken.update(fresh)
+        self._taken |= dict.fromkeys(fresh)
+        for old in list(itertools.islice(self._taken, max(0, len(self._taken) - REMEMBERED))):
+            del self._taken[old]
         now = time.monotonic()
         self._pace(now, len(fresh))
         for group in await self.queue.load(fresh):
@@ -133,17 +144,31 @@ class Feed:
         self._gap += GAP_WEIGHT * (gap - self._gap) if self._gap else gap
         self._last = now
 
-    async def form(self, version: int, least: int = 0, pace: Pace = NO_PACE) -> Batch:
+    async def form(
+        self,
+        version: int,
+        least: int = 0,
+        pace: Pace = NO_PACE,
+        called: Callable[[], Awaitable[bool]] = _never,
+        begun: float | None = None,
+    ) -> Batch | None:
         """Wait for a batch to train at ``version``; never returns a group beyond the bound.
 
-        ``least`` (0: groups_per_step) groups may be enough. Raises TimeoutError when no batch forms
-        within ``run.deadline_s``, and whatever ended the background task.
+        ``least`` (0: groups_per_step) groups may be enough. A long wait asks ``called`` now and then, and
+        ends with None if it says so; the next call goes on with it (``begun``, monotonic). Raises
+        TimeoutError when no batch forms within ``run.deadline_s``, and whatever ended the background task.
         """
         size = self.config.run.groups_per_step
         least = min(least, size) if least > 0 else size
-        begun = time.monotonic()
+        begun = time.monotonic() if begun is None else begun
+        look_at = time.monotonic() + LOOK_EVERY_S
         await self._drop_stale(version)
         while not self._enough(least, size, pace):
+            if time.monotonic() >= look_at:
+                if await called():
+                    return None
+                look_at = time.monotonic() + LOOK_EVERY_S
+                continue  # groups may have come meanwhile
             await self._wait_for_arrival(begun + self.config.run.deadline_s, len(self._ready) >= least)
             await self._drop_stale(version)
         now = time.monotonic()
@@ -187,14 +212,14 @@ class Feed:
         return len(self._ready)
 
     async def _wait_for_arrival(self, deadline: float, may_start: bool) -> None:
-        """Until a group arrives; if a batch could start with what is there, look again soon."""
+        """Until a group arrives or it is time to look: soon if a batch could start with what is there."""
         assert self._task is not None
         self._arrived.clear()
         arrival = asyncio.ensure_future(self._arrived.wait())
         left = deadline - time.monotonic()
         done, _ = await asyncio.wait(
             {arrival, self._task},
-            timeout=min(max(0.0, left), CLAIM_WAIT_S if may_start else math.inf),
+            timeout=min(max(0.0, left), CLAIM_WAIT_S if may_start else LOOK_EVERY_S),
             return_when=asyncio.FIRST_COMPLETED,
         )
         arrival.cancel()

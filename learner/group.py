@@ -8,20 +8,27 @@ shard; a checkpoint is the other way there.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from cluster.config import Config
-from cluster.errors import LearnerLost
+from cluster.errors import ConfigError, LearnerLost
 from cluster.types import Weights
 from learner.state import Gathered, Resized, State
 
 T = TypeVar("T")
 
 INFO_DEADLINE_S = 15.0
+Watch = Callable[[Coroutine[Any, Any, Any]], Awaitable[Any]]
+"""Runs a call on the present ranks; raises LearnerLost at once when one of them is known to be gone."""
 FRESH, UNUSABLE = -1, -2
 """Versions of a process that may join a group, and of one whose only try is under way or failed."""
+
+
+async def _unwatched(call: Coroutine[Any, Any, Any]) -> Any:
+    """Nobody knows more than the ranks themselves."""
+    return await call
 
 
 class RankPort(Protocol):
@@ -129,7 +136,11 @@ class LearnerGroup:
         return _same(await self._all(calls, timeout), "joined")
 
     async def resize(
-        self, ranks: Sequence[RankPort], numbers: Sequence[int], save: Callable[[], Awaitable[str]]
+        self,
+        ranks: Sequence[RankPort],
+        numbers: Sequence[int],
+        save: Callable[[], Awaitable[str]],
+        watch: Watch = _unwatched,
     ) -> Resized:
         """Make ``ranks`` the group, with the state that the present one has.
 
@@ -140,15 +151,15 @@ class LearnerGroup:
         begun = time.monotonic()
         old_ranks, old_numbers = self.ranks, self.numbers
         parts: dict[str, float] = {}
-        source = await self._hand_over(parts, save)
+        source = await watch(self._hand_over(parts, save))
         error = ""
         try:
             self.assign(ranks, numbers)
-            await self._take_over(source, parts)
+            await watch(self._take_over(source, parts))
         except LearnerLost as failure:
             error = str(failure)
             self.assign(old_ranks, old_numbers)
-            await self._take_over(source, parts)
+            await watch(self._take_over(source, parts))
         rest = [r for r in (*old_ranks, *ranks) if r not in self.ranks]
         await asyncio.gather(*(self._retire(rank) for rank in rest))
         parts["total"] = time.monotonic() - begun
@@ -270,16 +281,18 @@ class LearnerGroup:
         return folder
 
     async def _all(self, calls: Sequence[Awaitable[T]], timeout: float) -> list[T]:
-        """Results in order; the first failure or the deadline becomes LearnerLost."""
+        """Results in order; the first failure or the deadline becomes LearnerLost, ConfigError stays one."""
         tasks = [asyncio.ensure_future(call) for call in calls]
-        done, pending = await asyncio.wait(
-            tasks, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION
-        )
-        for task in pending:
-            task.cancel()
+        try:
+            done, pending = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for task in tasks:
+                task.cancel()  # those that have not ended
         failed = {tasks.index(task): error for task in done if (error := task.exception()) is not None}
         if failed:
             rank, error = min(failed.items())
+            if isinstance(error, ConfigError):  # no other process would do better
+                raise ConfigError(str(getattr(error, "cause", error))) from error
             raise LearnerLost(f"learner rank {rank}: {type(error).__name__}: {error}") from error
         if pending:
             raise LearnerLost(f"{len(pending)} learner ranks did not answer within {timeout:.0f} s")

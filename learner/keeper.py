@@ -6,7 +6,7 @@ has is asked of the controller each time, so those whose machine is gone are not
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -60,6 +60,8 @@ class Keeper:
             metrics = await self._with_scores(stepping, self.scoring.deliver(formed, ranks))
         else:
             metrics = await stepping
+        if late is not None and late.mode == "offered":
+            metrics = {**metrics, "scored_ahead": self.scoring.scored_ahead}
         return formed, {**metrics, "learners": len(ranks), "scoring": order}
 
     async def _with_scores(
@@ -97,10 +99,14 @@ class Keeper:
             self.scoring.assign(scorers, self.scoring.mode)
 
     async def resize(self, numbers: list[int], version: int) -> Resized:
-        """Move the state of ``version`` to these ranks; see ``LearnerGroup.resize``."""
+        """Move the state of ``version`` to these ranks, waiting for none that is lost.
+
+        See ``LearnerGroup.resize``.
+        """
         self.effects.trace("resize", {"from": self.group.numbers, "to": numbers, "version": version})
         ports = [self.port_of(number) for number in numbers]
-        resized = await self.group.resize(ports, numbers, partial(self._saved, version))
+        watch = partial(self._watched, gone=lambda roles: {row.rank for row in roles.ranks if row.lost})
+        resized = await self.group.resize(ports, numbers, partial(self._saved, version), watch)
         self.effects.trace(
             "resized", {"ranks": self.group.numbers, "parts": resized.parts, "error": resized.error[:500]}
         )
@@ -172,20 +178,25 @@ class Keeper:
             self.group.assign([self.port_of(n) for n in numbers], numbers)
 
     async def _form(self, folder: str) -> int:
-        """Form the group; give up at once if one of its ranks is taken away meanwhile."""
-        forming = asyncio.create_task(self.group.form(folder))
+        """Form the group of ranks that are learners now."""
+        return await self._watched(
+            self.group.form(folder), lambda roles: set(self.group.numbers) - set(holders(roles, "learner"))
+        )
+
+    async def _watched(self, call: Coroutine[Any, Any, T], gone: Callable[[Roles], set[int]]) -> T:
+        """``call``; given up at once if a rank of the group is ``gone`` meanwhile."""
+        running = asyncio.create_task(call)
         try:
             while True:
-                done, _ = await asyncio.wait({forming}, timeout=ROLES_POLL_S)
+                done, _ = await asyncio.wait({running}, timeout=ROLES_POLL_S)
                 if done:
-                    return forming.result()
+                    return running.result()
                 roles = await self.controller.roles()
-                gone = sorted(set(self.group.numbers) - set(holders(roles, "learner")))
-                if roles.ranks and gone:
-                    raise LearnerLost(f"ranks {gone} stopped being learners while the group formed")
+                if roles.ranks and (missed := sorted(gone(roles) & set(self.group.numbers))):
+                    raise LearnerLost(f"ranks {missed} were taken away while the group formed")
         finally:
-            forming.cancel()
-            await asyncio.gather(forming, return_exceptions=True)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
 
     async def _execute_log(self, reached: int, version: int) -> None:
         records = {r.step: r for r in await self.queue.steps(reached) if r.step <= version}

@@ -73,10 +73,23 @@ class TrainLoop:
             if planned is not None:
                 batch, planned = planned, None
             else:
-                batch = await self.feed.form(self.version, self._least, self.facts.pace())
+                batch = await self._next_batch()
                 await self.queue.plan(batch.record)
             await self._train(batch)
         return self.version
+
+    async def _next_batch(self) -> Batch:
+        """Wait for one. Without a generator none comes: then the barrier gives a rank of ours away first."""
+        begun = time.monotonic()
+        while True:
+            pace = self.facts.pace()
+            batch = await self.feed.form(self.version, self._least, pace, self._called, begun)
+            if batch is not None:
+                return batch
+            await self._barrier()
+
+    async def _called(self) -> bool:
+        return (await self.controller.roles()).awaited
 
     # -- one step -----------------------------------------------------------------------
 
@@ -108,7 +121,7 @@ class TrainLoop:
 
     async def _barrier(self) -> None:
         """Ask what may change, make the learner's part of it, say how it went."""
-        facts = self.facts.told(len(self.group.ranks), self.scoring)
+        facts = {"step": self.version, **self.facts.told(len(self.group.ranks), self.scoring)}
         barrier = await self.controller.barrier(facts)
         self._least = barrier.groups
         resized = await self._resize_if_asked(barrier)

@@ -22,6 +22,7 @@ FROM_LEARNER = {
     "max_abs_log_ratio_at_lag0": "lag0_max_log_ratio",
     "lag0_tokens": "lag0_tokens",
     "scorer_busy_s": "scorer_busy_s",
+    "scored_ahead": "scored_ahead",
     "row_tokens": "row_tokens",
 }
 FROM_LOOP = (
@@ -63,6 +64,10 @@ class Measure:
         named["wait_rwt_s"] = {**facts.get("rwt", {}), "sync": self._increment("sync_s", facts["sync_s"])}
         for name in ("prompt_tokens", "cached_tokens"):
             named[name] = self._increment(name, facts.get(name, 0.0))
+        named["tasks"] = facts["tasks"]
+        named["admission_events"] = {
+            event: self._increment(f"admission.{event}", total) for event, total in facts["admission"].items()
+        }
         named["ranks"] = facts["ranks"]
         named |= facts.get("switches", {})
         named |= self._worker_facts(facts["workers"])

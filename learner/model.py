@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from learner.attention import NAME, Layout, layout_of
+from learner.prefix import Continued
 
 PREFIX = "hf."
 
@@ -30,7 +31,7 @@ class FlatRows:
 
     ids: Tensor  # int64 [1, N]
     positions: Tensor  # int64 [1, N]
-    layout: Layout
+    layout: Layout | Continued
     select: Tensor  # int64 [S]
     targets: Tensor  # int64 [S]
     temperature: Tensor  # float32 [S]

@@ -25,6 +25,7 @@ from learner.drive.remote import RemoteFeeder as RemoteFeeder
 from learner.group import FRESH, UNUSABLE
 from learner.late import Key, Late, OfferedSignals, ScoreBox, Scored
 from learner.publish import SharedMemoryPublisher
+from learner.segments import Ask, Told
 from learner.signals import Colocated, MicroSignals, ReferenceScorer, SignalSource
 from learner.state import Gathered, State
 from learner.step import LearnerRank
@@ -203,6 +204,12 @@ class ScorerActor:
         """Reference log-probs of the batch's samples."""
         return await self._do(lambda: self._loaded().score_samples(batch, keys))
 
+    async def score_segments(self, asks: Sequence[Ask], done: Sequence[str]) -> Told:
+        """Reference log-probs of segments; see ``learner.streaming.SegmentPort``."""
+        learner = self.config.learner
+        tokens = learner.row_tokens * learner.micro_rows
+        return await self._do(lambda: self._loaded().score_segments(asks, tokens, done))
+
     def _loaded(self) -> ReferenceScorer:
         if self._scorer is None:
             config = self.config
@@ -211,6 +218,7 @@ class ScorerActor:
                 config.learner.dtype,
                 config.scorer.threads,
                 ids_in_use(Path(self.model)),
+                int(config.scorer.kv_cache_gb * 2**30),
             )
         return self._scorer
 

@@ -1,9 +1,11 @@
-"""The feeder's side of scoring: groups to scorers as they arrive, scores to the ranks that train them.
+"""The feeder's side of scoring: segments and groups to scorers, scores to the ranks that train them.
 
 decoupled
-    A group goes to the scorer with the least to do as soon as it is claimed; what comes back waits here
-    until a batch has the group, and is then offered to each rank that trains a row of it. A scorer
-    that is lost or changes its role loses nothing: what it was asked is asked elsewhere.
+    Segments are scored as they stream (learner/streaming.py). When their group is claimed, what is still
+    missing of its trajectories goes first; rows of which no segment was heard go, whole, to the scorer with
+    the least to do. The scores wait here until a batch has the group, and are then offered to each rank that
+    trains a row of it. A scorer that is lost or changes its role loses nothing: what it was asked is
+    asked elsewhere.
 colocated
     Nothing is asked; the ranks score their own rows in one burst before they train.
 
@@ -19,19 +21,25 @@ from typing import Any, Protocol
 import numpy as np
 
 from cluster.config import Config
+from cluster.errors import StreamFailed
 from cluster.pipeline import Mode
-from cluster.types import Group
+from cluster.ports import Queue
+from cluster.types import End, Group, Segment, Trajectory
 from learner.batch import RankBatch, Sample, compile_trajectory, pack
 from learner.credit.pipeline import has_score
 from learner.form import Formed
 from learner.group import RankPort
 from learner.late import Key, Late, Scored, keys_of
+from learner.segments import Floats, Told
+from learner.streaming import ANSWER_SHARE, SegmentPort, Streaming
 
+LISTEN_S = 1.0
+READ_NEWS = 256
 RETRY_S = 0.5
 """Between two asks of the same group: a scorer that died is back in seconds, not at once."""
 
 
-class ScorerPort(Protocol):
+class ScorerPort(SegmentPort, Protocol):
     """A frozen forward pass, wherever it runs."""
 
     async def score(self, batch: RankBatch, keys: Sequence[Key]) -> Scored:
@@ -44,7 +52,9 @@ class _Ask:
 
     group: Group
     scores: asyncio.Future[Scored]
-    scorer: int = -1
+    sampled: int  # tokens that need a score
+    ahead: int  # of which were scored when the group was claimed
+    scorer: int = -1  # that scores rows of it whole
     task: asyncio.Task[None] | None = None
 
 
@@ -70,11 +80,19 @@ class Scoring:
         self.active = config.objective.kl_coef > 0
         self.mode: Mode = "colocated" if config.scorer.mode == "colocated" else "decoupled"
         self.scorers: list[int] = []
-        self.failures = 0  # asks that failed so far
+        self.scored_ahead = 0.0  # of the last batch's trained tokens: share scored when they were claimed
         self._port_of = port_of
         self._trace = trace
         self._asks: dict[str, _Ask] = {}
         self._spent = Spent()
+        self._failures = 0
+        self._streaming = Streaming(config, port_of, trace, self._spend)
+        self._listening: asyncio.Task[None] | None = None
+
+    @property
+    def failures(self) -> int:
+        """Asks that failed so far."""
+        return self._failures + self._streaming.failures
 
     # -- who and how --------------------------------------------------------------------
 
@@ -86,9 +104,49 @@ class Scoring:
         self.scorers = sorted(scorers)
         chosen = self.config.scorer.mode if self.config.scorer.mode != "auto" else mode or self.mode
         self.mode = "colocated" if chosen == "colocated" or not self.scorers else "decoupled"
+        streaming = self.config.streams_scores and self.mode == "decoupled"
+        self._streaming.assign(self.scorers if streaming else ())
         for ask in self._asks.values():
-            if ask.scorer not in self.scorers and not ask.scores.done():
+            waits = ask.scorer < 0 and ask.task is not None  # for segments, or to ask again
+            if not ask.scores.done() and not (self.scorers and (waits or ask.scorer in self.scorers)):
                 self._start(ask)
+
+    # -- segments -----------------------------------------------------------------------
+
+    def listen(self, queue: Queue) -> None:
+        """Hear of segments from now on, if they are scored as they stream."""
+        if self.config.streams_scores:
+            self._listening = asyncio.create_task(self._listen(queue))
+
+    async def _listen(self, queue: Queue) -> None:
+        """What is missed, while nobody scores or the queue is away, is scored with its group."""
+        place = ""
+        while True:
+            if not self._streaming.on:
+                await asyncio.sleep(LISTEN_S)
+                continue
+            try:
+                place, news = await queue.news(place, READ_NEWS, LISTEN_S)
+            except StreamFailed as error:
+                self._trace("news_not_heard", {"error": str(error)[:300]})
+                await asyncio.sleep(RETRY_S)
+                continue
+            for record in news:
+                self.heard(record)
+
+    def heard(self, record: Segment | End) -> None:
+        """A segment or an end was recorded in the queue."""
+        if self._streaming.on and record.group not in self._asks:
+            self._streaming.heard(record)
+
+    def check(self) -> None:
+        """Raises what ended a background task, if anything did."""
+        self._streaming.check()
+        for ask in self._asks.values():
+            if ask.task is not None and ask.task.done() and not ask.scores.done():
+                ask.task.result()
+        if self._listening is not None and self._listening.done():
+            self._listening.result()
 
     # -- life of a group ----------------------------------------------------------------
 
@@ -97,11 +155,17 @@ class Scoring:
         if not self.active or self.mode != "decoupled" or group.id in self._asks:
             return
         scores: asyncio.Future[Scored] = asyncio.get_running_loop().create_future()
-        ask = self._asks[group.id] = _Ask(group, scores)
+        counted = [member for member in group.members if has_score(member)]
+        sampled = sum(
+            len(call.output) // 4 for member in counted for turn in member.turns for call in turn.calls
+        )
+        ask = self._asks[group.id] = _Ask(group, scores, sampled, self._streaming.claimed(counted))
         self._start(ask)
 
     def forget(self, groups: Iterable[str]) -> None:
         """These groups were trained or dropped."""
+        groups = list(groups)
+        self._streaming.forget(groups)
         for group in groups:
             ask = self._asks.pop(group, None)
             if ask is not None and ask.task is not None:
@@ -110,8 +174,11 @@ class Scoring:
     async def stop(self) -> None:
         """Ask nothing any more."""
         tasks = [ask.task for ask in self._asks.values() if ask.task is not None]
+        if self._listening is not None:
+            self._listening.cancel()
+            tasks.append(self._listening)
         self.forget(list(self._asks))
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, self._streaming.stop(), return_exceptions=True)
 
     def waiting(self) -> int:
         """Groups whose scores are not there yet."""
@@ -130,8 +197,11 @@ class Scoring:
             return None
         if self.mode == "colocated":
             return Late("here")
+        self.check()
         for group in groups:
             self.arrived(group)  # those that came before scorers did
+        asks = [self._asks[group.id] for group in groups]
+        self.scored_ahead = sum(ask.ahead for ask in asks) / max(1, sum(ask.sampled for ask in asks))
         return Late("offered", keys_of(samples))
 
     async def deliver(self, formed: Formed, ranks: Sequence[RankPort]) -> None:
@@ -162,42 +232,83 @@ class Scoring:
         ask.task = asyncio.create_task(self._ask(ask)) if self.scorers else None
 
     async def _ask(self, ask: _Ask) -> None:
-        """Ask until somebody answers; the rank that waits has the deadline (scorer.timeout_s)."""
-        samples = [
-            sample
-            for member in ask.group.members
-            if has_score(member)
-            for sample in compile_trajectory(member, ask.group.id)
-        ]
+        """The group's scores: those of segments as they come, then whole rows for the others."""
+        known: list[tuple[Key, Floats]] = []
+        missing: list[Sample] = []
+        for member in ask.group.members:
+            if not has_score(member):
+                continue
+            samples = compile_trajectory(member, ask.group.id)
+            values = await self._from_segments(member, samples)
+            if values is None:
+                missing += samples
+            else:
+                known += zip(keys_of(samples), values, strict=True)
+        if missing:
+            scored = await self._whole(ask, missing)
+            known += zip(scored.keys, scored.values, strict=True)
+        if not ask.scores.done():
+            ask.scores.set_result(Scored(tuple(key for key, _ in known), tuple(row for _, row in known)))
+
+    async def _from_segments(self, member: Trajectory, samples: Sequence[Sample]) -> list[Floats] | None:
+        """Scores [T] of each sample out of those of its segments; None if these are not to be had."""
+        scores = await self._streaming.scores_of(member)
+        if scores is None:
+            return None
+        if len(scores) != sum(sample.trained for sample in samples):
+            told = {"trajectory": member.id, "why": f"{len(scores)} scores do not fit its rows"}
+            self._trace("segments_left", told)
+            return None
+        rows, at = [], 0
+        for sample in samples:
+            row = np.full(len(sample.ids), np.nan, np.float32)
+            row[sample.mask] = scores[at : at + sample.trained]
+            at += sample.trained
+            rows.append(row)
+        return rows
+
+    async def _whole(self, ask: _Ask, samples: Sequence[Sample]) -> Scored:
+        """Ask until somebody answers; the rank that waits has the deadline (scorer.timeout_s).
+
+        One scorer has only ``ANSWER_SHARE`` of it, then another one is asked: it may hang.
+        """
         keys = keys_of(samples)
         batch = self._rows(samples)
+        silent = -1
         while True:
-            ask.scorer = self._idlest()
+            ask.scorer = self._idlest(silent)
             try:
-                scored = await self._port_of(ask.scorer).score(batch, keys)
+                async with asyncio.timeout(ANSWER_SHARE * self.config.scorer.timeout_s):
+                    scored = await self._port_of(ask.scorer).score(batch, keys)
             except asyncio.CancelledError:
                 raise
             except Exception as error:
                 told = {"group": ask.group.id, "scorer": ask.scorer, "error": repr(error)[:300]}
                 self._trace("score_asked_again", told)
-                ask.scorer = -1
-                self.failures += 1
+                silent, ask.scorer = ask.scorer, -1
+                self._failures += 1
                 await asyncio.sleep(RETRY_S)
                 continue
-            self._spent.seconds += scored.busy[1] - scored.busy[0]
-            self._spent.tokens += scored.tokens
-            self._spent.busy.append(scored.busy)
-            if not ask.scores.done():
-                ask.scores.set_result(scored)
-            return
+            self._book(scored.busy, scored.tokens)
+            return scored
+
+    def _spend(self, told: Told) -> None:
+        self._book(told.busy, sum(told.tokens))
+
+    def _book(self, busy: tuple[float, float], tokens: int) -> None:
+        self._spent.seconds += busy[1] - busy[0]
+        self._spent.tokens += tokens
+        self._spent.busy.append(busy)
 
     def _rows(self, samples: Sequence[Sample]) -> RankBatch:
         learner = self.config.learner
         blank = [np.zeros(len(sample.ids), np.float32) for sample in samples]
         return pack(samples, blank, learner.row_tokens, 1, learner.micro_rows).ranks[0]
 
-    def _idlest(self) -> int:
-        load = dict.fromkeys(self.scorers, 0)
+    def _idlest(self, silent: int) -> int:
+        """The one with the least to do; not ``silent``, if there is another."""
+        others = [scorer for scorer in self.scorers if scorer != silent]
+        load = dict.fromkeys(others or self.scorers, 0)
         for ask in self._asks.values():
             if ask.scorer in load and not ask.scores.done():
                 load[ask.scorer] += 1

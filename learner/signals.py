@@ -19,6 +19,8 @@ from learner.late import Signal as Signal
 from learner.late import SignalSource as SignalSource
 from learner.mesh import rank_device
 from learner.model import PolicyModel, flatten_rows, load_model
+from learner.segment_scorer import SegmentScorer, kv_bytes
+from learner.segments import Ask, Told
 
 RESIDENT_BYTES = 2 * 2**30
 """On a CPU a frozen model of up to this size stays beside the policy: giving it back frees little."""
@@ -46,16 +48,26 @@ def score_rows(model: PolicyModel, batch: RankBatch, device: torch.device) -> Si
 
 
 class ReferenceScorer:
-    """A frozen model that scores batches: the reference of the KL penalty."""
+    """A frozen model that scores batches, and segments: the reference of the KL penalty.
+
+    ``kept_bytes`` bounds the keys and values that it keeps between segments.
+    """
 
     def __init__(
-        self, path: str | Path, dtype: str = "float32", threads: int = 1, vocab_used: int | None = None
+        self,
+        path: str | Path,
+        dtype: str = "float32",
+        threads: int = 1,
+        vocab_used: int | None = None,
+        kept_bytes: int = 0,
     ) -> None:
         torch.set_num_threads(threads)
         self.path = str(path)
         self._device = rank_device()
         self._model = load_model(path, getattr(torch, dtype), self._device, vocab_used)
         self._model.requires_grad_(False).eval()
+        room = kept_bytes // kv_bytes(self._model)
+        self._segments = SegmentScorer(self._model, self._device, room)
 
     def score(self, batch: RankBatch) -> Signal:
         """Reference log-probs [R, L], valid where ``batch.mask``."""
@@ -67,6 +79,10 @@ class ReferenceScorer:
         values = by_sample(self.score(batch), batch, keys)
         tokens = int((batch.segments > 0).sum())
         return Scored(keys=tuple(keys), values=values, busy=(begun, time.time()), tokens=tokens)
+
+    def score_segments(self, asks: Sequence[Ask], most_tokens: int, done: Sequence[str]) -> Told:
+        """Log-probs of the asks' targets; one forward pass takes ``most_tokens`` new ones."""
+        return self._segments.score(asks, most_tokens, done)
 
     @property
     def nbytes(self) -> int:

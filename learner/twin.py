@@ -1,4 +1,4 @@
-"""Timed twins of a learner rank and of a scorer: their contract, the times of a profile, no model, no torch.
+"""Timed twin of a learner rank: its contract, the times of a profile, no model, no torch.
 
 A rank computes for as long as the profile says: forward, then the wait for the micro-batch's scores, then
 backward, micro-batch after micro-batch, so the flow shop of scorers and learners is a real one. Versions,
@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ from cluster.sim.profile import Profile
 from cluster.types import Weights
 from learner.batch import RankBatch
 from learner.group import FRESH, UNUSABLE
-from learner.late import Key, Late, OfferedSignals, ScoreBox, Scored
+from learner.late import Late, OfferedSignals, ScoreBox, Scored
 from learner.manifest import MANIFEST, checkpoints, digest
 from learner.state import Gathered, State
 
@@ -293,37 +293,3 @@ class LearnerTwin:
 
     async def _do(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-
-class ScorerTwin:
-    """A frozen forward pass that takes its time and says 0 of every token, one batch after the other."""
-
-    def __init__(self, tree: dict[str, Any], model: str) -> None:
-        announce()
-        config = build(tree)
-        profile = load_profile(config.twin.profile).scorer
-        self._token_s = profile.passes / profile.forward_tok_s / config.twin.speed
-        self._turn = asyncio.Lock()
-
-    async def run(self) -> None:
-        """A scorer has no loop of its own; it lives until it is ended."""
-        await asyncio.Event().wait()
-
-    async def ready(self) -> bool:
-        """It can score."""
-        return True
-
-    async def score(self, batch: RankBatch, keys: Sequence[Key]) -> Scored:
-        """Scores of the batch's samples; ``keys[i]`` names sample ``i``."""
-        async with self._turn:
-            begun = time.time()
-            tokens = int((batch.segments > 0).sum())
-            await asyncio.sleep(tokens * self._token_s)
-            owner = batch.sample.reshape(-1)
-            lengths = np.bincount(owner[owner >= 0], minlength=len(keys))
-            values = tuple(np.zeros(int(length), np.float32) for length in lengths)
-            return Scored(keys=tuple(keys), values=values, busy=(begun, time.time()), tokens=tokens)
-
-    def pid(self) -> int:
-        """Process id (for fault injection)."""
-        return os.getpid()

@@ -8,6 +8,8 @@
 --   active           zset    groups neither trained nor lost, by order of admission
 --   waiting          zset    groups ready and unclaimed, by ready time (ms)
 --   ready            stream  field "group": ids only; consumer group "feeders"
+--   news             stream  fields "trajectory", "field": notices of appended records, capped; any may
+--                            be missing
 --   live             set     trajectories whose hash exists
 --   gone             set     names of the sets below: trained, dropped:<reason>, abandoned:<reason> ...
 --   gone:<name>      set     trajectories whose hash was deleted, by their final state

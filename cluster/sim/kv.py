@@ -19,9 +19,10 @@ from collections.abc import Hashable
 class Root:
     """The shared first prompt of a group: ``blocks`` of it lie in memory, ``pins`` running members use it."""
 
-    __slots__ = ("blocks", "pins")
+    __slots__ = ("blocks", "key", "pins")
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, key: tuple[Hashable, int], blocks: int) -> None:
+        self.key = key
         self.blocks = blocks
         self.pins = 0
 
@@ -42,15 +43,9 @@ class PrefixCache:
         entry = self._lru.get(session)
         return entry[0] if entry is not None and entry[1] == salt else 0
 
-    def root(self, group: Hashable, salt: int) -> int:
-        """Blocks of the group's root that lie in memory, pinned or not."""
-        root = self._roots.get((group, salt))
-        return root.blocks if root is not None else 0
-
-    def root_pinned(self, group: Hashable, salt: int) -> bool:
-        """Whether a running member pins the group's root."""
-        root = self._roots.get((group, salt))
-        return root is not None and root.pins > 0
+    def root(self, group: Hashable, salt: int) -> Root | None:
+        """The group's root, if any of it lies in memory, pinned or not."""
+        return self._roots.get((group, salt))
 
     def take(self, session: Hashable, salt: int) -> int:
         """The session begins to run: its own blocks leave the cache (the caller pins them)."""
@@ -62,37 +57,36 @@ class PrefixCache:
 
     def store(self, session: Hashable, salt: int, blocks: int) -> None:
         """The session stops running: its own blocks become the most recently used."""
-        entry = self._lru.pop(session, None)
-        if entry is not None:
-            self.blocks -= entry[0]
+        lru = self._lru
+        if session in lru:
+            self.blocks -= lru.pop(session)[0]
         if blocks > 0:
-            self._lru[session] = (blocks, salt)
+            lru[session] = (blocks, salt)
             self.blocks += blocks
 
-    def pin_root(self, group: Hashable, salt: int, blocks: int) -> None:
+    def pin_root(self, group: Hashable, salt: int, blocks: int) -> Root:
         """A member begins to run. If none does yet, the root is whole (``blocks``) from now on."""
         key = (group, salt)
         root = self._roots.get(key)
         if root is None:
-            root = self._roots[key] = Root(blocks)
+            root = self._roots[key] = Root(key, blocks)
         elif root.pins == 0:
             del self._lru[key]
             self.blocks -= root.blocks
             root.blocks = blocks
         root.pins += 1
+        return root
 
-    def unpin_root(self, group: Hashable, salt: int, keep: bool = True) -> int:
+    def unpin(self, root: Root, keep: bool = True) -> int:
         """A member stops running; returns the blocks no longer pinned. ``keep``: they stay cached."""
-        key = (group, salt)
-        root = self._roots[key]
         root.pins -= 1
         if root.pins:
             return 0
         if keep and root.blocks > 0:
-            self._lru[key] = (root.blocks, salt)
+            self._lru[root.key] = (root.blocks, root.key[1])
             self.blocks += root.blocks
         else:
-            del self._roots[key]
+            del self._roots[root.key]
         return root.blocks
 
     def evict(self, limit: int) -> None:

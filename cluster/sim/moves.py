@@ -69,6 +69,7 @@ def bounds(scenario: Scenario) -> Bounds:
         dead_band=elastic.dead_band,
         agree_steps=elastic.agree_steps,
         horizon_steps=elastic.horizon_steps,
+        steps=scenario.steps,
         scoring=mode,  # type: ignore[arg-type]
     )
 
@@ -163,7 +164,7 @@ def put_on(host: Host, now: float, rank: Rank) -> None:
     if rank.role == GENERATOR:
         host.generates(now, rank)
     elif rank.role == SCORER:
-        host.fleet.set(rank, now, "data" if host.trainer.scorer_idle else BUSY)
+        host.fleet.set(rank, now, "data" if host.trainer.pool.idle else BUSY)
         host.trainer.set_scorers(now, host.trainer.scorers + 1)
     elif rank.role == LEARNER:
         host.trainer.learners += 1

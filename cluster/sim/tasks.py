@@ -17,7 +17,7 @@ class Group:
 
     __slots__ = (
         "admitted_at", "evaluation", "home", "kind", "left", "members", "name", "number", "oldest",
-        "ready_at", "rows", "sampled", "scored", "train_tokens",
+        "ready_at", "rows", "sampled", "scored", "train_tokens", "unscored", "waiting",
     )  # fmt: skip
 
     def __init__(self, number: int, members: int, now: float, evaluation: bool) -> None:
@@ -33,6 +33,8 @@ class Group:
         self.rows: list[int] = []  # training rows, in tokens
         self.train_tokens = 0
         self.scored = False
+        self.unscored = 0  # new tokens of its turns without scores
+        self.waiting = 0  # of which nobody is running
         self.home: Generator | None = None
         self.kind = ""
 
@@ -41,7 +43,8 @@ class Task:
     """One trajectory."""
 
     __slots__ = (
-        "context", "done_version", "first", "gen", "group", "last", "name", "row", "turn", "turns"
+        "asked", "context", "done_version", "first", "gen", "group", "kept", "last", "name", "prompt", "row",
+        "turn", "turns",
     )  # fmt: skip
 
     def __init__(self, name: str, group: Group, turns: tuple[Turn, ...]) -> None:
@@ -49,6 +52,9 @@ class Task:
         self.group = group
         self.turns = turns
         self.turn = 0
+        self.asked = turns[0]  # the turn that it last asked for
+        self.kept = 0  # tokens of the context so far with which the prompt of that turn begins
+        self.prompt = 0  # tokens of that prompt
         self.context = 0
         self.row = 0  # tokens of the training row under way
         self.first = turns[0].added  # tokens of the prompt that all members share

@@ -4,8 +4,9 @@ A step opens when the learners are free. Groups are claimed oldest first, as the
 its lag checked against the version being trained; a stale one is dropped whole. How scoring and training
 share the ranks is the *scoring* of the step (cost model: cluster/pipeline.py):
 
-- decoupled: scorers on ranks of their own score groups as they become ready, whatever the learners do;
-  learners train full micro-batches of scored groups, and what is left when the batch is whole.
+- decoupled: scorers on ranks of their own score segments as turns end, whatever the learners do
+  (cluster/sim/scorers.py); learners train full micro-batches of scored groups, and what is left when the
+  batch is whole.
 - colocated: learners take everything claimed once it fills a micro-batch: swap in, score, swap out, train.
 - full_batch: the same once the batch is whole. thrash: the same for every single micro-batch.
 
@@ -15,30 +16,17 @@ least loaded rank, which has room for ``micro_tokens`` of them or one row (as ``
 them); a micro-batch takes what its most loaded rank takes.
 """
 
-from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush, heapreplace
 from math import ceil, log2
 
 from cluster.pipeline import batch_range
 from cluster.sim.scenario import Scenario
+from cluster.sim.scorers import After, Scorers, makespan
 from cluster.sim.tasks import Group
 from cluster.staleness import lag
 
 GAP_WEIGHT = 0.2  # of the newest gap between ready groups in the running mean, as in learner/feed.py
-
-After = Callable[[float, Callable[[float, int], None], int], None]
-
-
-def makespan(rows: list[int], ranks: int) -> int:
-    """Tokens of the most loaded rank: longest first, each row to the least loaded one."""
-    if len(rows) <= ranks:
-        return max(rows, default=0)
-    loads = [0] * ranks
-    for row in sorted(rows, reverse=True):
-        heapreplace(loads, loads[0] + row)
-    return max(loads)
-
 
 class Trainer:
     """``after(t, handler, generation)`` enters an event; ``waits(now, cause)`` and ``scores(now, cause)``
@@ -61,7 +49,7 @@ class Trainer:
         self.wanted: str = scenario.policy.scoring  # from the next step on
         self.scoring: str = self.wanted
         self.learners = learners
-        self.scorers = scorers
+        self.pool = Scorers(scenario, scorers, after, scores, self._scored)
         self.version = 0  # the learner's
         self.ready: list[tuple[int, float, int, Group]] = []  # (oldest version, time, number, group)
         self.batch: list[Group] = []
@@ -70,7 +58,7 @@ class Trainer:
         self.least = 0  # a batch may have so few groups
         self.blocked = ""  # why learners may not work: sync, switch, lent ...
         self.learner_busy_s = 0.0  # rank-seconds training
-        self.scorer_busy_s = 0.0  # rank-seconds scoring, wherever
+        self.burst_s = 0.0  # rank-seconds scoring on learners
         self.swaps_s = 0.0  # seconds of the step spent on swapping models
         self.micro = 0  # micro-batches trained
         self.ras_tokens = 0
@@ -79,17 +67,13 @@ class Trainer:
         self.full_at = -1.0  # when the batch became whole
         self._after = after
         self._waits = waits
-        self._scores = scores
         self._dropped = dropped
         self._trained = trained
         self._rows: list[int] = []  # claimed (and scored, if need be), not in a micro-batch yet; tokens
         self._tokens = 0  # of these
         self._unscored: dict[int, Group] = {}  # claimed, by number
-        self._queue: deque[Group] = deque()  # waits for the scorers
-        self._scoring_now: Group | None = None
         self._busy = False  # learners
         self._generation = 0  # of learner work: what was begun before a loss is void
-        self._score_generation = 0
         self._whole = False
         self._arrived = 0.0
         self._gap = 0.0
@@ -106,9 +90,7 @@ class Trainer:
         heappush(self.ready, (group.oldest, now, group.number, group))
         if self.open_at >= 0.0:
             self.late.append((now, group.train_tokens))
-        if self._passes and self.scoring == "decoupled":
-            self._queue.append(group)
-            self._score(now)
+        self.pool.ready(now, group)
         self.pump(now)
 
     def open(self, now: float) -> None:
@@ -124,14 +106,10 @@ class Trainer:
         self.ras_tokens = sum(entry[3].train_tokens for entry in oldest)
         self.head_age_s = max((now - entry[1] for entry in oldest), default=0.0)
         if self._passes and self.scoring == "decoupled":
-            waiting = {id(group) for group in self._queue}
-            for entry in sorted(self.ready):
-                group = entry[3]
-                if not group.scored and id(group) not in waiting and group is not self._scoring_now:
-                    self._queue.append(group)
-            self._score(now)
+            if not self.pool.running:
+                self.pool.start(now, [entry[3] for entry in sorted(self.ready)])
         else:
-            self._queue.clear()
+            self.pool.pause()
         self.pump(now)
 
     def pump(self, now: float) -> None:
@@ -148,7 +126,9 @@ class Trainer:
         scenario, ready, batch = self.scenario, self.ready, self.batch
         bound, version = scenario.policy.max_lag, self.version
         while ready and lag(training=version, oldest=ready[0][0]) > bound:
-            self._dropped(now, heappop(ready)[3])
+            stale = heappop(ready)[3]
+            self.pool.forget(stale)
+            self._dropped(now, stale)
         gated = scenario.gated or self.scoring == "full_batch"
         if gated and not self._enough(now, len(ready)):
             return
@@ -189,48 +169,30 @@ class Trainer:
 
     # -- scorers ------------------------------------------------------------------------------
 
-    def _score(self, now: float) -> None:
-        """The scorers, all on one group at a time, take the next."""
-        if self._scoring_now is not None or self.scorers == 0:
-            return
-        if not self._queue:
-            self._scores(now, "data")
-            return
-        group = self._scoring_now = self._queue.popleft()
-        self._scores(now, "")
-        seconds = self._score_s(makespan(group.rows, self.scorers))
-        self.scorer_busy_s += self._score_s(group.train_tokens)
-        self._after(now + seconds, self._scored, self._score_generation)
+    @property
+    def scorers(self) -> int:
+        """Ranks that only score."""
+        return self.pool.ranks
 
-    def _score_s(self, tokens: int) -> float:
-        return tokens * self._passes / self.profile.scorer.forward_tok_s
+    @property
+    def scorer_busy_s(self) -> float:
+        """Rank-seconds scoring, wherever."""
+        return self.pool.busy_s + self.burst_s
 
-    def _scored(self, now: float, generation: int) -> None:
-        if generation != self._score_generation or self._scoring_now is None:
-            return
-        group, self._scoring_now = self._scoring_now, None
-        group.scored = True
+    def _scored(self, now: float, group: Group) -> None:
         if self._unscored.pop(group.number, None) is not None:
             self._take_rows(group)
-        self._score(now)
         self.pump(now)
 
     def set_scorers(self, now: float, scorers: int) -> None:
-        """Scorer ranks came or went: what was being scored is scored again. Without any, learners score."""
-        self.scorers = scorers
+        """Scorer ranks came or went. Without any, learners score."""
         if not scorers and self.scoring == "decoupled" and self._passes:
             self.scoring = "colocated"
             for group in self._unscored.values():
                 self._take_rows(group)
             self._unscored.clear()
-        self._score_generation += 1
-        if self._scoring_now is not None:
-            self._queue.appendleft(self._scoring_now)
-            self._scoring_now = None
-        if self.scoring == "decoupled" and self._passes:
-            self._score(now)
-        else:
-            self.pump(now)
+        self.pool.resize(now, scorers)
+        self.pump(now)
 
     # -- learners -----------------------------------------------------------------------------
 
@@ -285,8 +247,8 @@ class Trainer:
         if alone:
             return train
         swap = 2.0 * self.profile.scorer.swap_s
-        score = self._score_s(load)
-        self.scorer_busy_s += score * ranks
+        score = self.pool.seconds(load)
+        self.burst_s += score * ranks
         self.swaps_s += swap
         return swap + score + train
 
@@ -328,11 +290,6 @@ class Trainer:
         for group in self.batch:
             if group.number not in self._unscored:
                 self._take_rows(group)
-
-    @property
-    def scorer_idle(self) -> bool:
-        """The scorers have nothing to score."""
-        return self._scoring_now is None
 
     def readiness(self) -> tuple[int, int, float]:
         """(micro-batches, RAS, TPRM) of the step that was just trained, by tokens."""

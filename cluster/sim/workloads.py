@@ -13,27 +13,25 @@ in whatever order it plays them, and a paired comparison of policies is one over
 
 import math
 from functools import cached_property, lru_cache
-from itertools import pairwise
 from statistics import NormalDist
 from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from cluster.config import Section
 from cluster.errors import ConfigError
 from cluster.sim.catalogue import find, read
+from cluster.sim.quantiles import Floats, Quantiles, Table, stretched, times
 from cluster.sim.scenario import Plan, Turn
-
-Table = float | tuple[tuple[float, float], ...]
-Floats = NDArray[np.float64]
 
 GOLDEN = 0x9E3779B97F4A7C15
 MASK = (1 << 64) - 1
 NORMAL = NormalDist()
 PLANS = 1 << 14
 """Plans remembered: policies are run on the same seed one after the other."""
+GROUPS = 64
+"""Groups remembered: their members are planned one after the other."""
 
 
 class ToolSpec(Section, frozen=True, kw_only=True):
@@ -88,52 +86,6 @@ class WorkloadSpec(Section, frozen=True, kw_only=True):
     kind: tuple[KindSpec, ...]
 
 
-class Quantiles:
-    """A distribution given by some of its quantiles; between them log-linear (linear next to a zero)."""
-
-    def __init__(self, table: Table, where: str) -> None:
-        pairs = ((0.0, table), (100.0, table)) if isinstance(table, (int, float)) else table
-        values = [float(value) for _, value in pairs]
-        percents = [float(percent) for percent, _ in pairs]
-        if len(pairs) < 2 or percents[0] != 0.0 or percents[-1] != 100.0:
-            raise ConfigError(f"{where} = {table!r}: the pairs must reach from percent 0 to percent 100")
-        for (left, low), (right, high) in pairwise(pairs):
-            if not left < right or low > high:
-                raise ConfigError(
-                    f"{where}: [{right:g}, {high:g}] after [{left:g}, {low:g}]: "
-                    "percents must grow and values must not fall"
-                )
-        if not all(math.isfinite(value) and value >= 0 for value in values):
-            raise ConfigError(f"{where} = {table!r}: values must be finite and not negative")
-        self.constant = values[0] if values[0] == values[-1] else None
-        self._at = np.array(percents) / 100.0
-        self._values = np.array(values)
-        self._logs = np.log(self._values) if values[0] > 0 else None
-
-    def at(self, u: Floats) -> Floats:
-        """Values at the probabilities ``u``."""
-        if self.constant is not None:
-            return np.full(len(u), self.constant)
-        if self._logs is None:
-            return np.asarray(np.interp(u, self._at, self._values))
-        return np.asarray(np.exp(np.interp(u, self._at, self._logs)))
-
-    def one(self, u: float) -> float:
-        """The value at one probability."""
-        return self.constant if self.constant is not None else float(self.at(np.array([u]))[0])
-
-    def mean(self) -> float:
-        """Of the piecewise curve: exact, segment by segment."""
-        if self.constant is not None:
-            return self.constant
-        width, low, high = np.diff(self._at), self._values[:-1], self._values[1:]
-        if self._logs is None:
-            return float(np.sum(width * (low + high) / 2))
-        rise = np.diff(self._logs)
-        safe = np.where(rise > 1e-12, rise, 1.0)
-        return float(np.sum(width * np.where(rise > 1e-12, (high - low) / safe, low)))
-
-
 class Kind:
     """A ``KindSpec`` ready to be sampled."""
 
@@ -162,6 +114,12 @@ class Kind:
         ):
             if not ok:
                 raise ConfigError(f"{where}.{name} = {value!r}: {why}")
+        least = round(self.prompt.one(0.0)) + round(self.output.one(0.0))
+        if spec.max_context and least > spec.max_context:
+            raise ConfigError(
+                f"{where}.max_context = {spec.max_context}: the shortest prompt and reply take {least} "
+                f"(prompt = {spec.prompt!r}, output = {spec.output!r})"
+            )
         if spec.placeholder and not spec.window:
             raise ConfigError(f"{where}.placeholder = {spec.placeholder}: unused while window is 0")
 
@@ -182,14 +140,10 @@ class TableWorkload:
             raise ConfigError(f"{where}: kind.phase: phases {phases} must be 0, 1, 2 ... without a gap")
         if len(phases) > 1 and not spec.phase_groups:
             raise ConfigError(f"{where}: phase_groups is needed: the kinds have {len(phases)} phases")
-        for name, value in (
-            ("ranks", spec.run.ranks), ("groups_per_step", spec.run.groups_per_step),
-            ("group_size", spec.run.group_size),
-        ):  # fmt: skip
-            if value < 1:
-                raise ConfigError(f"{where}: run.{name} = {value}: must be at least 1")
+        check_run(spec.run, where)
         assert self._phases  # built now, so that a bad table is refused now
         self.plan = lru_cache(maxsize=PLANS)(self._plan)
+        self._common = lru_cache(maxsize=GROUPS)(self._group)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _shared, (self.spec, self._where)
@@ -217,19 +171,27 @@ class TableWorkload:
         u = uniform(seed, group, -1, 3)[2]
         return kinds[min(int(np.searchsorted(edges, u, side="right")), len(kinds) - 1)]
 
+    def _group(self, seed: int, group: int) -> tuple[Kind, float, int, int]:
+        """What a group's members share: kind, score of their turn counts, prompt, first observation."""
+        kind, shared = self.kind(seed, group), uniform(seed, group, -1, 4)
+        prompt = max(1, round(kind.prompt.one(float(shared[1]))))
+        first = max(1, round(kind.observation.one(float(shared[3]))))
+        return kind, float(shared[0]), prompt, first
+
     def _plan(self, seed: int, group: int, member: int) -> Plan:
         """One episode. Pure: the same arguments give the same plan in any process."""
-        kind = self.kind(seed, group)
+        kind, score, prompt, first = self._common(seed, group)
         spec = kind.spec
-        shared, own = uniform(seed, group, -1, 4), uniform(seed, group, member, 2)
-        count = max(1, round(kind.turns.one(_correlated(shared[0], own[0], spec.correlation))))
+        own = uniform(seed, group, member, 2 + 4 * spec.max_turns)  # all at once, if the turns are bounded
+        count = max(1, round(kind.turns.one(_correlated(score, own[0], spec.correlation))))
         if spec.max_turns:
             count = min(count, spec.max_turns)
-        draws = uniform(seed, group, member, 2 + 4 * count)[2:].reshape(4, count)
+        else:
+            own = uniform(seed, group, member, 2 + 4 * count)
+        draws = own[2 : 2 + 4 * count].reshape(4, count)
         outputs = np.maximum(1, np.rint(kind.output.at(draws[0]))).astype(int).tolist()
         seen = np.maximum(1, np.rint(kind.observation.at(draws[1]))).astype(int).tolist()
-        seen[0] = max(1, round(kind.observation.one(float(shared[3]))))  # of the first prompt: shared too
-        prompt = max(1, round(kind.prompt.one(float(shared[1]))))
+        seen[0] = first  # of the first prompt: shared too
         names, waits = _tools(kind, draws[2], draws[3])
         turns = _episode(spec, prompt, seen, outputs, names, waits)
         return Plan(turns, kind.start.one(float(own[1])), kind.name)
@@ -241,21 +203,51 @@ def _shared(spec: WorkloadSpec, where: str) -> TableWorkload:
     return TableWorkload(spec, where)
 
 
+def check_run(run: RunSpec, where: str) -> None:
+    """Raises ConfigError naming ``where``, the field and its value if that is out of range."""
+    for name, value, ok, why in (
+        ("ranks", run.ranks, run.ranks >= 2, "must be at least 2: one generates, one trains"),
+        ("groups_per_step", run.groups_per_step, run.groups_per_step >= 1, "must be at least 1"),
+        ("group_size", run.group_size, run.group_size >= 1, "must be at least 1"),
+        ("max_lag", run.max_lag, run.max_lag >= 0, "must be 0 (synchronous) or more"),
+        (
+            "min_groups_per_step", run.min_groups_per_step,
+            0 <= run.min_groups_per_step <= run.groups_per_step,
+            f"must lie in 0..groups_per_step = {run.groups_per_step}",
+        ),
+        (
+            "env_slots", run.env_slots, run.env_slots == 0 or run.env_slots >= run.group_size,
+            f"must be 0 (no bound) or at least group_size = {run.group_size}",
+        ),
+    ):  # fmt: skip
+        if not ok:
+            raise ConfigError(f"{where}: run.{name} = {value!r}: {why}")
+
+
 def load_workload(name: str) -> TableWorkload:
     """A built-in workload by name, or a TOML file. Raises ConfigError naming field and value."""
     path = find(name, "workloads")
     return TableWorkload(read(path, WorkloadSpec), str(path) if "/" in name else name)
 
 
-def altered(workload: TableWorkload, *, env: float = 1.0, output: float = 1.0) -> TableWorkload:
-    """The same workload with environment latencies, or sampled tokens per turn, multiplied."""
+def altered(
+    workload: TableWorkload, *, env: float = 1.0, tail: float = 1.0, output: float = 1.0
+) -> TableWorkload:
+    """The same workload with environment latencies, or sampled tokens per turn, multiplied.
+
+    ``tail`` leaves medians alone: what lies above them gets so many times as far from them.
+    """
+
+    def slower(table: Table) -> Table:
+        return stretched(times(table, env), tail)
+
     kinds = tuple(
         msgspec.structs.replace(
             kind,
-            start_s=_times(kind.start_s, env),
-            output=_times(kind.output, output),
+            start_s=slower(kind.start_s),
+            output=times(kind.output, output),
             tool=tuple(
-                msgspec.structs.replace(tool, latency_s=_times(tool.latency_s, env)) for tool in kind.tool
+                msgspec.structs.replace(tool, latency_s=slower(tool.latency_s)) for tool in kind.tool
             ),
         )
         for kind in workload.spec.kind
@@ -354,9 +346,3 @@ def _shares(weights: list[float], where: str) -> Floats:
     if not all(math.isfinite(weight) and weight > 0 for weight in weights):
         raise ConfigError(f"{where}.weight = {weights}: weights must be positive")
     return np.array(weights) / sum(weights)
-
-
-def _times(table: Table, factor: float) -> Table:
-    if isinstance(table, (int, float)):
-        return table * factor
-    return tuple((percent, value * factor) for percent, value in table)

@@ -79,6 +79,8 @@ class World:
             scenario, split.generators if self.hybrid else learners, scorers, self.after, self.learners_wait,
             self.scorers_wait, self.dropped, self.trained,
         )  # fmt: skip
+        if scenario.profile.scorer.passes and policy.scoring in ("auto", "decoupled"):
+            self.rollout.turned = self.trainer.pool.turned
         self.figures = Figures(scenario, self.result, self.fleet, self.rollout, self.trainer)
         self.version = 0  # published
         self.admitted = 0  # groups

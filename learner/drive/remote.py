@@ -27,6 +27,7 @@ from learner.manifest import covered_step, latest_valid, step_of
 from learner.measure import Measure
 from learner.record import write_step
 from learner.scoring import Scoring
+from learner.segments import Ask, Told
 from learner.state import Gathered, State
 
 CONTROLLER_DEADLINE_S = 60.0
@@ -69,6 +70,7 @@ class FeederActor:
         def rank_of(number: int) -> RankPort:
             return ports.setdefault(number, _Rank(learners, number))
 
+        scoring.listen(queue)
         feed = Feed(config, queue, "feeder", dropped, trace, scoring.arrived)
         ranks = [rank_of(i) for i in range(config.learner.ranks)]
         group = LearnerGroup(config, ranks, self.folder["checkpoints"])
@@ -230,6 +232,10 @@ class _Scorer:
     async def score(self, batch: RankBatch, keys: Sequence[Key]) -> Scored:
         scored: Scored = await self._members.call(self._number, "score", batch, keys)
         return scored
+
+    async def score_segments(self, asks: Sequence[Ask], done: Sequence[str]) -> Told:
+        told: Told = await self._members.call(self._number, "score_segments", asks, done)
+        return told
 
 
 class _ControllerPort:
