@@ -56,9 +56,9 @@ types: setup  ## mypy (strict) over the five packages
 	@$(BIN)/mypy
 
 bench: setup  ## all benchmarks: a table of ratios against targets, and bench.json
-	@PYTHONPATH=. $(BIN)/python tests/bench/run.py $(ARGS)
+	@$(BIN)/python tests/bench/run.py $(ARGS)
 
-doctor: setup  ## check this machine and its installation
+doctor: setup  ## check this machine and its installation (sets it up first)
 	@$(BIN)/springtide doctor
 
 clean:  ## remove caches and build products (keeps .venv and runs)

@@ -229,13 +229,13 @@ def check_open_files() -> Finding:
 
 
 def check_ports() -> Finding:
-    """The dashboard's port; a taken one only costs the dashboard."""
+    """The dashboard's port; beside a taken one a job looks for the next free one."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(("127.0.0.1", DASHBOARD_PORT))
         except OSError as error:
-            remedy = "another Ray is running; stop it, or set cluster.dashboard_port"
+            remedy = "another Ray is running; a job takes the next free port (or cluster.dashboard_port)"
             return Finding("dashboard port", f"{DASHBOARD_PORT}: {error.strerror}", remedy, fatal=False)
     return Finding("dashboard port", f"{DASHBOARD_PORT} is free")
 

@@ -12,7 +12,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -29,24 +30,46 @@ from cluster.errors import CheckpointDamaged, ConfigError, EnvFailed
 from cluster.evaluation import Z95
 from cluster.memory import MemoryQueue
 from cluster.messages import EvalEpisode, EvalSummary, GeneratorHealth
-from cluster.types import Weights
+from cluster.types import Completion, Request, Weights
+from deploy.paths import temporary_root
 from deploy.preflight import check_environment, check_model, rehearse
 from deploy.prepare import check_folder, model_folder
 from deploy.signals import Stopper
+from deploy.view import View
 from envs.pool import EnvPool
 from envs.registry import build_tasks, builder
-from learner.manifest import verify
+from learner.manifest import checkpoints, latest_valid, verify
 
 DEADLINE_S = 3600.0
 NAME = "generator-0"
 BASE = "base"  # instead of a folder: the weights that the recipe starts from
 
 
+Suites = dict[str, tuple[EvalSummary, list[EvalEpisode]]]
+Phase = Callable[[str], AbstractContextManager[None]]
+
+
+def _quiet(text: str) -> AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
 class LocalGenerator:
-    """An engine of this process as ``controller.GeneratorPort``."""
+    """An engine of this process as ``controller.GeneratorPort`` and ``ports.Generator``: it has no gate."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+
+    async def submit(self, caller: str, requests: Sequence[Request]) -> None:
+        """See ``ports.Generator``."""
+        await self._engine.submit(caller, requests)
+
+    async def collect(self, caller: str, wait_s: float, elsewhere: int = 0) -> list[Completion]:
+        """See ``ports.Generator``."""
+        return await self._engine.collect(caller, wait_s)
+
+    async def release(self, caller: str, sessions: Sequence[str]) -> None:
+        """See ``ports.Generator``."""
+        await self._engine.release(sessions)
 
     async def health(self) -> GeneratorHealth:
         """See ``controller.GeneratorPort``."""
@@ -56,12 +79,30 @@ class LocalGenerator:
         """See ``controller.GeneratorPort``."""
         return await self._engine.load_weights(weights, epoch)
 
+    async def clear(self, epoch: int) -> None:
+        """It has no gate."""
+
     async def restart(self, reason: str) -> None:
         """There is nobody to start another."""
         raise ConfigError(f"the engine must be restarted: {reason}")
 
 
-def weights_folder(path: str) -> Path:
+def chosen(path: str) -> Path:
+    """The folder that ``--checkpoint`` means: of a run, or of its checkpoints, the newest that is whole.
+
+    Raises ConfigError when a run has none, CheckpointDamaged when all are damaged.
+    """
+    folder = Path(path)
+    root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    if root != folder or checkpoints(root):
+        newest = latest_valid(root)
+        if newest is None:
+            raise ConfigError(f"--checkpoint = {path!r}: the run has no checkpoint yet")
+        return newest
+    return folder
+
+
+def weights_folder(path: str | Path) -> Path:
     """The model folder of a checkpoint (verified), or the folder itself."""
     folder = Path(path)
     if (folder / "manifest.json").exists():
@@ -75,13 +116,15 @@ def weights_folder(path: str) -> Path:
 def evaluate(config: Config, checkpoint: str, against: str | None, file: str | None) -> int:
     """Evaluate, print, and write JSON if asked. "base" stands for the recipe's initial weights."""
     named = {"checkpoint": checkpoint} | ({"against": against} if against else {})
-    folders = {
-        name: model_folder(config) if path == BASE else weights_folder(path) for name, path in named.items()
-    }
     tasks = check_environment(config)
-    for folder in folders.values():
-        rehearse(config, tasks, check_model(config, folder))
-    results = {name: run_suites(config, folder) for name, folder in folders.items()}
+    with View(f"Springtide: evaluation of {config.run.name}", 0) as view:
+        folders = {name: _prepared(config, path, view) for name, path in named.items()}
+        with view.phase("rehearsing the environment"):
+            for folder in folders.values():
+                rehearse(config, tasks, check_model(config, folder))
+        results = {}
+        for name, folder in folders.items():
+            results[name] = run_suites(config, folder, _phases(view, f"{name}: " if against else ""))
     report: dict[str, Any] = {
         name: {mode: codec_plain(summary) for mode, (summary, _) in suites.items()}
         for name, suites in results.items()
@@ -99,6 +142,22 @@ def evaluate(config: Config, checkpoint: str, against: str | None, file: str | N
     if file:
         Path(file).write_text(json.dumps(report, indent=2) + "\n")
     return 0
+
+
+def _phases(view: View, prefix: str) -> Phase:
+    return lambda text: view.phase(f"{prefix}{text}")
+
+
+def _prepared(config: Config, path: str, view: View) -> Path:
+    """The model folder to evaluate; says which checkpoint that is if the user did not."""
+    if path == BASE:
+        with view.phase("preparing the model"):
+            return model_folder(config)
+    folder = chosen(path)
+    if folder != Path(path):
+        view.note(f"checkpoint: {folder}")
+    with view.phase("checking the checkpoint"):
+        return weights_folder(folder)
 
 
 def describe(summary: EvalSummary) -> str:
@@ -127,18 +186,19 @@ def paired(ours: Sequence[EvalEpisode], theirs: Sequence[EvalEpisode]) -> tuple[
     return mean, mean - spread, mean + spread, n
 
 
-def run_suites(config: Config, model: Path) -> dict[str, tuple[EvalSummary, list[EvalEpisode]]]:
-    """Every mode of ``eval.modes`` on one model folder."""
-    return asyncio.run(_interruptible(config, model))
+def run_suites(config: Config, model: Path, phase: Phase = _quiet) -> Suites:
+    """Every mode of ``eval.modes`` on one model folder; ``phase`` shows what it is at."""
+    return asyncio.run(_interruptible(config, model, phase))
 
 
-async def _interruptible(config: Config, model: Path) -> dict[str, tuple[EvalSummary, list[EvalEpisode]]]:
+async def _interruptible(config: Config, model: Path, phase: Phase) -> Suites:
     """Ctrl-C and SIGTERM clean up, then leave at once: a model that loads in a thread cannot be stopped."""
     stopper = Stopper()
     try:
-        with tempfile.TemporaryDirectory(prefix=f"springtide-{os.getpid()}-eval-") as folder:
+        prefix = f"springtide-{os.getpid()}-eval-"
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=temporary_root()) as folder:
             os.environ["VLLM_RPC_BASE_PATH"] = folder  # the engine's sockets
-            return await stopper.run(_run_suites(config, model, Path(folder)))
+            return await stopper.run(_run_suites(config, model, Path(folder), phase))
     except asyncio.CancelledError:
         sys.stderr.write("springtide: interrupted\n")
         sys.stderr.flush()
@@ -148,31 +208,31 @@ async def _interruptible(config: Config, model: Path) -> dict[str, tuple[EvalSum
         os._exit(stopper.exit_code)
 
 
-async def _run_suites(
-    config: Config, model: Path, folder: Path
-) -> dict[str, tuple[EvalSummary, list[EvalEpisode]]]:
+async def _run_suites(config: Config, model: Path, folder: Path, phase: Phase) -> Suites:
     engine = Engine(model, config.generator, config.harness.max_context, NAME, config.run.seed * 1000)
     tasks = build_tasks(config.env.name, config.env.params, config.run.seed)
     queue = MemoryQueue()
-    controller = Controller(config, queue, tasks.task, {NAME: LocalGenerator(engine)})
+    generator = LocalGenerator(engine)
+    controller = Controller(config, queue, tasks.task, {NAME: generator})
     pool = EnvPool(builder(config.env.name, config.env.params), config.env, config.env.slots)
-    router = Router(f"eval-{time.time_ns()}", config.generator, lambda _: engine)
+    router = Router(f"eval-{time.time_ns()}", config.generator, lambda _: generator)
     background: list[asyncio.Task[None]] = []
     try:
-        await pool.start()
-        await engine.start()
+        with phase("starting the engine"):
+            await pool.start()
+            await engine.start()
         await controller.start()
         worker = Worker(
             "worker-0", config, queue, router, pool, Tokenizer(str(model), config.model.template),
             controller, folder=folder, reward=Reward(config.reward.weights),
         )  # fmt: skip
         background = [asyncio.create_task(controller.run()), asyncio.create_task(worker.run())]
-        found: dict[str, tuple[EvalSummary, list[EvalEpisode]]] = {}
+        found: Suites = {}
         for mode in config.eval.modes:
-            summary = await _or_fail(
-                controller.evaluate(f"eval_{mode}", mode, config.eval.tasks, DEADLINE_S), background
-            )
-            episodes = controller.evaluations.episodes(f"eval_{mode}")
+            with phase(f"playing {config.eval.tasks} tasks, {mode}"):
+                work = controller.evaluate(f"eval_{mode}", mode, config.eval.tasks, DEADLINE_S)
+                summary = await _or_fail(work, background)
+            episodes = controller.orders.evaluations.episodes(f"eval_{mode}")
             if summary.failed == summary.tasks:
                 last = episodes[-1].error
                 raise EnvFailed(f"all {summary.tasks} evaluation tasks failed; the last: {last}")

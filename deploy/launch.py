@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import os
+import shutil
 import sys
 from pathlib import Path
 
 from cluster.config import Config, dump
-from cluster.errors import ConfigError
+from cluster.errors import ConfigError, SpringtideError
 from deploy.paths import RunFolder
 from deploy.preflight import (
     check_address,
@@ -40,8 +42,10 @@ def start(config: Config, path: Path) -> int:
             harness = check_model(config, model)
         with view.phase("rehearsing the environment"):
             rehearse(config, tasks, harness)
+        fresh = not folder.config.exists()
         _make(folder)
         folder.write_config(json.dumps(dump(config), indent=2) + "\n")
+        send_token(config.cluster.address)
         from deploy.run import train  # Ray and the rest take seconds to import: only now
 
         stopper = Stopper(lambda: view.note("stopping"))
@@ -51,8 +55,28 @@ def start(config: Config, path: Path) -> int:
             command = f"springtide train --resume {folder.path}"
             sys.stderr.write(f"springtide: interrupted; to continue: {command}\n")
             return stopper.exit_code
+        except SpringtideError:
+            if fresh and not _begun(folder):  # nothing to resume or to look into: it never started
+                shutil.rmtree(folder.path, ignore_errors=True)
+            raise
         view.note(f"{folder.summary}\n  {folder.report}")
     return 0 if summary["ledger"]["balanced"] else 1
+
+
+def _begun(folder: RunFolder) -> bool:
+    """Somebody played or trained: there are traces of it beside the driver's own."""
+    return folder.metrics.exists() or any(folder.workers.iterdir()) or any(folder.checkpoints.iterdir())
+
+
+def send_token(address: str) -> None:
+    """Let Ray send its token to a cluster that we join, if there is one: by itself it doesn't.
+
+    Ray reads the variable when it is imported. A cluster without authentication takes no offence.
+    """
+    there = Path.home() / ".ray" / "auth_token"
+    given = [os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")]
+    if address and (any(given) or there.is_file()):
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
 def _make(folder: RunFolder) -> None:

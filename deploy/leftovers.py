@@ -17,6 +17,7 @@ import psutil
 
 from cluster.errors import ConfigError
 from cluster.processes import alive, living
+from deploy.paths import temporary_root
 
 GRACE_S = 15.0
 SHARED_MEMORY = Path("/dev/shm")
@@ -48,7 +49,7 @@ def end_leftovers(pids: Path, grace_s: float = GRACE_S) -> list[str]:
 def remove_leftovers(roots: Sequence[Path] | None = None) -> list[Path]:
     """Delete the folders of jobs whose driver is gone; returns them."""
     removed = []
-    for root in roots or (Path(tempfile.gettempdir()), SHARED_MEMORY):
+    for root in roots or {Path(tempfile.gettempdir()), temporary_root(), SHARED_MEMORY}:
         for folder in root.glob("springtide-*"):
             owner = _OWNED.match(folder.name)
             if owner and not psutil.pid_exists(int(owner.group(1))):

@@ -9,14 +9,15 @@ import socket
 import tempfile
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import ray
 from ray.exceptions import AuthenticationError, RayError
 
-from cluster.config import Config
-from cluster.errors import ConfigError
+from cluster.config import ClusterConfig, Config
+from cluster.errors import ConfigError, RayFailed
+from deploy.paths import temporary_root
 
 GRACE_S = 5.0
 TOKEN_REMEDY = "is the cluster's token in RAY_AUTH_TOKEN or ~/.ray/auth_token?"
@@ -26,16 +27,23 @@ EXCLUDED = [".venv", ".git", ".cache", "runs", "bench.json", "*.egg-info"]
 """What of the repository is not uploaded to a cluster that we join."""
 
 
-def start(config: Config, namespace: str, slots: int, repo: Path) -> Path | None:
-    """Start a Ray of our own, or join the one at ``cluster.address``; returns our temporary folder.
+class Local(NamedTuple):
+    """A Ray of our own: its temporary folder, and its dashboard's address ("" without one)."""
+
+    folder: Path
+    dashboard: str
+
+
+def start(config: Config, namespace: str, slots: int, repo: Path) -> Local | None:
+    """Start a Ray of our own, or join the one at ``cluster.address`` (None).
 
     A cluster that we join stays up after the job. Ray authenticates by a token (its default): ours is the
     one of ``RAY_AUTH_TOKEN``, ``RAY_AUTH_TOKEN_PATH`` or ``~/.ray/auth_token``, so whoever submits from
     another machine or account than the one that ran ``ray start`` copies that file once. The
     repository is uploaded as the actors' working directory.
 
-    Raises ConfigError when the address cannot be reached or the token is refused, CancelledError
-    when SIGTERM came while Ray's own handler was in force.
+    Raises ConfigError when the address cannot be reached or the token is refused, RayFailed when our own
+    does not start, CancelledError when SIGTERM came while Ray's own handler was in force.
     """
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))  # a user's own environments
     paths = [str(repo), *(os.path.abspath(path) for path in given)]
@@ -44,6 +52,7 @@ def start(config: Config, namespace: str, slots: int, repo: Path) -> Path | None
         "HF_HUB_OFFLINE": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
     }
+    os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # its own messages in our terminal or log: no colour codes
     common: dict[str, Any] = {
         "namespace": namespace,
         "runtime_env": {"env_vars": environment},
@@ -55,20 +64,19 @@ def start(config: Config, namespace: str, slots: int, repo: Path) -> Path | None
         common["runtime_env"] |= {"working_dir": str(repo), "excludes": EXCLUDED}
         join(config.cluster.address, common)
         return None
-    folder = Path(tempfile.mkdtemp(prefix=f"springtide-ray-{os.getpid()}-"))
+    folder = Path(tempfile.mkdtemp(prefix=f"springtide-ray-{os.getpid()}-", dir=temporary_root()))
     environment["VLLM_RPC_BASE_PATH"] = str(folder)  # sockets, otherwise left in the temporary folder
     # Ray's agents report the end of a killed driver's cluster to its control service, and wait this
     # long (a minute by default) for one that ended with it.
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(int(GCS_WAIT_S)))
     others = {child.pid for child in psutil.Process().children()}
     try:
-        ray.init(
+        context = ray.init(
             address="local",
             num_cpus=max(slots, os.cpu_count() or 1),
             object_store_memory=config.cluster.object_store_mb * 2**20,
             include_dashboard=config.cluster.dashboard,
-            # Without a dashboard Ray still binds a port: a fixed one would be an error beside another job.
-            dashboard_port=config.cluster.dashboard_port if config.cluster.dashboard else None,
+            dashboard_port=dashboard_port(config.cluster),
             _temp_dir=str(folder),
             # Our actors bring their own environment variables, so workers started ahead of them would
             # only cost start-up time and memory.
@@ -79,8 +87,21 @@ def start(config: Config, namespace: str, slots: int, repo: Path) -> Path | None
         stop(folder, spare=others)
         if isinstance(error, SystemExit):  # Ray's own handler, in force while it starts
             raise asyncio.CancelledError from error
+        if isinstance(error, Exception):
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise RayFailed(f"did not start: {lines[-1].strip()}") from error
         raise
-    return folder
+    return Local(folder, str(context.dashboard_url or "") if config.cluster.dashboard else "")
+
+
+def dashboard_port(cluster: ClusterConfig) -> int | None:
+    """None lets Ray look for a free port, from its usual one (ours by default) on.
+
+    A number that is in use would be an error: one chosen by the user is, the default beside another job
+    is not. Without a dashboard Ray binds a port all the same.
+    """
+    chosen = cluster.dashboard and cluster.dashboard_port != ClusterConfig().dashboard_port
+    return cluster.dashboard_port if chosen else None
 
 
 def join(address: str, common: dict[str, Any]) -> None:

@@ -12,8 +12,8 @@ def moves_of(
     """One entry per planned move, oldest first.
 
     ``trace`` are events of the run, of which those of moves are read: when each was planned and begun, its
-    parts in seconds, how it ended. ``switches`` are the controller's records (the newest, oldest first),
-    which alone know what a move saved; both lists end with the same move.
+    parts in seconds, how it ended. ``switches`` are the controller's records (the newest), which alone know
+    what a move saved. Both tell a move by its id.
     """
     moves: dict[int, dict[str, Any]] = {}
     for event in trace:
@@ -22,14 +22,14 @@ def moves_of(
             moves[int(event["move"])] = _planned(event)
         elif name in ("move_begun", "move_made", "move_done", "move_undone"):
             _note(name, event, moves)
-    found = list(moves.values())
-    for move, record in zip(reversed(found), reversed(switches), strict=False):
-        if move["kind"] != record["move"]:
-            break
+    for record in switches:
+        move = moves.get(int(record["id"]))
+        if move is None or move["kind"] != record["move"]:
+            continue  # of an earlier history, whose trace is another file's
         move["step"] = record["step"]
         move["realised_s"], move["measured_steps"] = record["realised_s"], record["steps"]
         move["unmeasured"] = record["void"]
-    return found
+    return list(moves.values())
 
 
 def _planned(event: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,9 +51,8 @@ def _planned(event: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _note(name: str, event: Mapping[str, Any], moves: Mapping[int, dict[str, Any]]) -> None:
-    """Take one later event of a move."""
-    last = next(reversed(moves), -1)
-    move = moves.get(int(event.get("move", last)))
+    """Take one later event of a move; those of a move that this trace has not planned are left out."""
+    move = moves.get(int(event["move"]))
     if move is None:
         return
     if name == "move_begun":
@@ -81,7 +80,10 @@ def line_of(move: Mapping[str, Any]) -> str:
     if move["predicted_s"]:
         saved = move.get("realised_s")
         text += f"; saving per step: predicted {move['predicted_s']:.2f} s"
-        text += f", realised {saved:.2f} s" if saved is not None else ""
+        if saved is not None:
+            text += f", realised {saved:.2f} s"
+        elif move.get("unmeasured"):
+            text += f", not measured: {move['unmeasured']}"
     return f"{text}; {move['error']}" if move["error"] else text
 
 

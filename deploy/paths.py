@@ -2,8 +2,62 @@
 
 import json
 import os
+import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+
+from msgspec.structs import replace
+
+from cluster.config import Config
+from cluster.errors import ConfigError
+
+REPO = Path(__file__).resolve().parent.parent
+SHORT = Path("/tmp")
+_SOCKET_NAME = 107  # bytes that the system allows for the path of a Unix socket
+_SESSION = "/springtide-ray-{pid}-abcdefgh/session_2026-11-30_12-00-00_123456_{pid}/sockets/plasma_store"
+
+
+def temporary_root() -> Path:
+    """Where temporary folders with sockets go: the system's choice (TMPDIR), or /tmp if that is too long."""
+    root = Path(tempfile.gettempdir())
+    longest = len(os.fsencode(root)) + len(_SESSION.format(pid=os.getpid()))
+    return root if longest <= _SOCKET_NAME or not SHORT.is_dir() else SHORT
+
+
+def check_target(file: str) -> None:
+    """A file can be written: looked at before the work whose result it gets. Raises ConfigError."""
+    path = Path(file).resolve()
+    if path.is_dir():
+        raise ConfigError(f"cannot write {file}: it is a folder")
+    if not path.parent.is_dir():
+        raise ConfigError(f"cannot write {file}: no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"cannot write {file}: permission denied")
+
+
+def with_environment(config: Config, recipe: str | Path) -> Config:
+    """``env.folder`` filled in: a ``module:Class`` may lie beside its recipe, or in the current folder."""
+    module, colon, _ = config.env.name.partition(":")
+    top = module.partition(".")[0]
+    folder = config.env.folder
+    if colon and not folder:
+        places = (Path(recipe).resolve().parent, Path.cwd())
+        found = [p for p in places if (p / f"{top}.py").is_file() or (p / top).is_dir()]
+        folder = str(found[0]) if found and found[0] != REPO else ""
+    return replace(config, env=replace(config.env, folder=os.path.abspath(folder) if folder else ""))
+
+
+def make_importable(folder: str) -> None:
+    """Let this process, and those that it starts, import from ``env.folder``. Raises ConfigError."""
+    if not folder:
+        return
+    if not Path(folder).is_dir():
+        raise ConfigError(f"env.folder = {folder!r}: no such folder")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*given, folder]))
 
 
 class RunFolder:

@@ -18,6 +18,7 @@ from cluster.config import ClusterConfig, Config
 from cluster.errors import ConfigError, EnvFailed
 from cluster.model_folder import ids_in_use
 from cluster.stream import RedisQueue
+from deploy.paths import make_importable
 from envs.base import TaskSet
 from envs.inline import InlinePool, make_pool
 from envs.pool import EnvPool
@@ -32,6 +33,7 @@ TRIES = 3
 def check_environment(config: Config) -> TaskSet:
     """Name, parameters, task set and the number of evaluation tasks. Raises ConfigError."""
     env = config.env
+    make_importable(env.folder)
     builder(env.name, env.params)
     tasks = build_tasks(env.name, env.params, config.run.seed)
     evaluated = config.eval.before or config.eval.after

@@ -9,13 +9,14 @@ import hashlib
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from cluster.config import Config, build, dump
-from cluster.errors import ConfigError
+from cluster.errors import ConfigError, SpringtideError
 from deploy.models import MAKERS, check_maker
 from envs.registry import paths
 
@@ -30,7 +31,7 @@ def model_folder(config: Config, cache: Path = CACHE) -> Path:
     """
     if config.model.path:
         return check_folder(Path(config.model.path))
-    check_maker(config.model.maker)
+    check_maker(config.model.maker, config.model.params)
     folder = cache / "models" / fingerprint(config)
     if not (folder / "config.json").exists():
         make_in_child(config, folder)
@@ -112,10 +113,18 @@ def make(config: Config, folder: Path) -> None:
         from deploy.warmstart import warm_start
 
         warm_start(config, partial)
-    partial.rename(folder)
+    try:
+        partial.rename(folder)
+    except OSError:
+        if not (folder / "config.json").exists():
+            raise
+        shutil.rmtree(partial)  # another job has made the same meanwhile
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    make(build(json.load(sys.stdin)), parser.parse_args().folder)
+    try:
+        make(build(json.load(sys.stdin)), parser.parse_args().folder)
+    except SpringtideError as reason:
+        sys.exit(str(reason))

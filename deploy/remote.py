@@ -123,8 +123,8 @@ class ControllerActor:
         return await (await self._live()).step_facts(record)
 
     async def measured(self, step: int, metrics: dict[str, Any]) -> None:
-        """Export a step's metrics as Ray metrics."""
-        await self._live()
+        """See ``Controller.measured``; exported as Ray metrics too."""
+        (await self._live()).measured(step, metrics)
         if self._sink is not None:
             self._sink.record(step, metrics)
 

@@ -17,7 +17,7 @@ from msgspec.structs import replace as changed
 from cluster.config import Config, build
 from cluster.errors import ConfigError
 from cluster.model_folder import ids_in_use
-from deploy.paths import RunFolder
+from deploy.paths import RunFolder, make_importable
 from deploy.prepare import model_folder
 from learner.form import build as form
 from learner.record import read_steps
@@ -47,6 +47,7 @@ def replay(path: Path) -> int:
     if not folder.config.exists():
         raise ConfigError(f"{path} is no run folder: it has no config.json")
     config = build(json.loads(folder.config.read_text()))
+    make_importable(config.env.folder)
     worst = 0.0
     for compared in replayed(config, folder.record, model_folder(config)):
         worst = max(worst, compared.difference)

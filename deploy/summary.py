@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from collections import Counter
 from importlib import metadata
 from typing import Any
 
@@ -40,8 +41,8 @@ def summarise_run(
     steps = read_steps(folder.metrics) if folder.metrics.exists() else []
     trace = read_trace(folder.trace)
     trained = sum(step.get("trained_tokens", 0) for step in steps)
-    begun = _first(trace, "admission_open", began)
-    train_s = max(1e-9, (steps[-1]["t"] if steps else time.time()) - begun)
+    stretches = _stretches(trace, began)
+    train_s = max(1e-9, sum(stretches))
     summary: dict[str, Any] = {
         "run": folder.run_id,
         "success_before": _success(evaluations, "before-greedy"),
@@ -49,6 +50,7 @@ def summarise_run(
         "evaluations": {name: codec_plain(result) for name, result in evaluations.items()},
         "steps": steps[-1]["step"] if steps else 0,
         "wall_s": time.time() - _first(trace, "job_start", began),
+        "resumes": len(stretches) - 1,
         "train_s": train_s,
         "goodput_tok_s": trained / train_s,
         "goodput_tok_s_without_constant_groups": _informative(steps) / train_s,
@@ -58,6 +60,7 @@ def summarise_run(
         "max_abs_log_ratio_at_lag0": max((s.get("lag0_max_log_ratio", 0.0) for s in steps), default=0.0),
         "lag0_tokens": sum(s.get("lag0_tokens", 0) for s in steps),
         "mixed_version_trajectories": sum(s.get("mixed_versions", 0) for s in steps),
+        "admission": _admission(steps),
         "overlap_fraction": _overlap(trace),
         "ledger": {**codec_plain(ledger), "balanced": ledger.balanced, "audited": ledger == audit},
         "tokens": {
@@ -92,19 +95,29 @@ def closing_rows(summary: dict[str, Any]) -> dict[str, Any]:
         rows[f"success {name}"] = (
             f"{result['success']:.3f}  [{result['low']:.3f}, {result['high']:.3f}]  of {result['tasks']}"
         )
+    if any(summary["admission"].values()):
+        rows["tasks"] = ", ".join(f"{count} times {event}" for event, count in summary["admission"].items())
     rows |= {f"move {move['move']}": line_of(move) for move in summary["moves"][-MOVES_SHOWN:]}
-    lost = sum(sum(ledger[state].values()) for state in ("dropped", "abandoned", "failed"))
+    gone = [
+        f"{count} {state} ({reason})"
+        for state in ("dropped", "abandoned", "failed")
+        for reason, count in ledger[state].items()
+    ]
+    n = summary["resumes"]
     void = f", VOID: twins above {VOID_SHARE:.0%} measure the machine" if summary["void"] else ""
     return rows | {
         "steps": summary["steps"],
-        "wall": f"{summary['wall_s']:.0f} s",
+        "wall": f"{summary['wall_s']:.0f} s"
+        + (f", of which {summary['train_s']:.0f} s trained (resumed {n} times)" if n else ""),
         "CPU": f"{summary['cpu_share']:.0%} of this machine{void}",
         "goodput": f"{summary['goodput_tok_s']:.0f} sampled tok/s",
         "lag": f"mean {lag['mean']:.2f}, max {lag['max']}, bound {lag['bound']}",
         "generation overlaps training": f"{100 * summary['overlap_fraction']:.0f} %",
         "max |log ratio| at lag 0": f"{summary['max_abs_log_ratio_at_lag0']:.1e}",
-        "trajectories": f"{ledger['admitted']} admitted, {ledger['trained']} trained, {lost} lost, "
-        f"{ledger['pending']} pending" + (", balanced" if ledger["balanced"] else ", NOT BALANCED"),
+        "trajectories": ", ".join(
+            [f"{ledger['admitted']} admitted", f"{ledger['trained']} trained", *gone,
+             f"{ledger['pending']} pending", "balanced" if ledger["balanced"] else "NOT BALANCED"]
+        ),
     }
 
 
@@ -118,6 +131,14 @@ def _waits(steps: list[dict[str, Any]], name: str) -> dict[str, float]:
         for cause, seconds in step.get(name, {}).items():
             totals[cause] = totals.get(cause, 0.0) + (seconds or 0.0)
     return {"total": sum(totals.values()), **totals}
+
+
+def _admission(steps: list[dict[str, Any]]) -> dict[str, int]:
+    """How often tasks were parked, resumed, and moved to another generator."""
+    totals: Counter[str] = Counter()
+    for step in steps:
+        totals.update({event: int(count) for event, count in (step.get("admission_events") or {}).items()})
+    return dict(totals)
 
 
 def _lag(steps: list[dict[str, Any]], bound: int) -> dict[str, Any]:
@@ -154,6 +175,24 @@ def _restarts(trace: list[dict[str, Any]]) -> dict[str, int]:
         if event["event"] == "component_died":
             counts[event["component"]] = counts.get(event["component"], 0) + 1
     return counts
+
+
+def _stretches(trace: list[dict[str, Any]], began: float) -> list[float]:
+    """Seconds of each start of the job, from its open admission to its last trained step.
+
+    The time between two starts, and that in which a start loads models, is nobody's training time.
+    """
+    found: list[float] = []
+    opened: float | None = None
+    for event in trace:
+        if event["event"] == "job_start":
+            found.append(0.0)
+            opened = None
+        elif event["event"] == "admission_open" and opened is None:
+            opened = float(event["t"])
+        elif event["event"] == "trained" and found and opened is not None:
+            found[-1] = float(event["t"]) - opened
+    return found or [max(0.0, time.time() - began)]
 
 
 def _first(trace: list[dict[str, Any]], event: str, default: float) -> float:

@@ -124,7 +124,7 @@ class Supervisor:
     ) -> None:
         in_a_row = 0
         while not self._stopping:
-            begun = time.monotonic()
+            begun, detail = time.monotonic(), ""
             first = name not in self._ran
             settled = asyncio.get_running_loop().call_later(SETTLED_S, self._ran.add, name)
             try:
@@ -147,20 +147,22 @@ class Supervisor:
                     self._fail(name, cause, getattr(error.cause, "boundary", ""))
                     return
             except RayActorError as error:
-                cause = str(error).splitlines()[0] if str(error) else type(error).__name__
+                cause, detail = "its process is gone", str(error)
             finally:
                 settled.cancel()
             if name in self._retired:
                 return  # it died of being told to end
             in_a_row = 1 if time.monotonic() - begun > CALM_S else in_a_row + 1
             self.restarts[name] = self.restarts.get(name, 0) + 1
-            self.on_event("component_died", {"component": name, "cause": cause, "in_a_row": in_a_row})
+            told = {"component": name, "cause": cause, "in_a_row": in_a_row, "detail": detail}
+            self.on_event("component_died", told)
+            why = detail.partition("\n")[0] or cause
             if in_a_row > self.max_restarts and name not in self._late:
-                self._fail(name, f"died {in_a_row} times in a row; last: {cause}")
+                self._fail(name, f"died {in_a_row} times in a row; last: {why}")
                 return
             await asyncio.sleep(BACKOFF_S[min(in_a_row, len(BACKOFF_S)) - 1])
             if not await returned(handle):
-                self._fail(name, f"no new process within {RETURN_S:.0f} s; it had died: {cause}")
+                self._fail(name, f"no new process within {RETURN_S:.0f} s; it had died: {why}")
                 return
 
     def _fail(self, name: str, cause: str, boundary: str = "") -> None:

@@ -1,6 +1,6 @@
 """Pictures of simulations: who did what when, what was waited for, how full the queue was, what it yields."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +9,12 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from cluster.sim.compare import fastest, fixed_split, per_token
 from cluster.sim.scenario import Result
-from cluster.sim.statistics import Interval
-from deploy.report import BLUE, GREEN, GREY, GRID, INK, ORANGE, RED, style
+from cluster.sim.statistics import Interval, interval
+from cluster.sim.study import Study
+from cluster.sim.vary import Varied
+from deploy.style import BLUE, GREEN, GREY, GRID, INK, ORANGE, RED, style
 
 ROLES = {"generator": "#9cc3ea", "learner": "#f2c48a", "scorer": "#9ed3ae", "spare": "#e3e6e9"}
 """Colours of roles; a rank that waits is drawn in ``WAIT`` over them."""
@@ -157,26 +160,54 @@ def depth_lines(axes: Axes, ours: Result, static: Result | None) -> None:
         axes.legend(frameon=False, fontsize=8, loc="best")
 
 
-def draw_bars(path: str | Path, title: str, rows: Mapping[str, Mapping[str, Interval]]) -> Path:
-    """Groups of bars, one group per workload, one bar per policy, as a multiple of the first policy."""
-    figure = Figure(figsize=(11, 4.2), dpi=90, facecolor="white", layout="constrained")
-    axes = figure.subplots()
-    style(axes, title, "")
-    names = list(dict.fromkeys(name for row in rows.values() for name in row))
-    width = 0.8 / max(1, len(names))
-    palette = [GREY, "#b8c0c7", ORANGE, GREEN, "#7b5ea7", "#b98f2d", BLUE]
-    for number, name in enumerate(names):
-        at = [index + (number - (len(names) - 1) / 2) * width for index in range(len(rows))]
-        values = [row[name].mean if name in row else 0.0 for row in rows.values()]
-        axes.bar(at, values, width=width * 0.92, label=name, color=palette[number % len(palette)])
-        for x, row in zip(at, rows.values(), strict=True):
-            if name in row and row[name].n > 1:
-                axes.plot([x, x], [max(0.0, row[name].low), row[name].high], color=INK, linewidth=1)
-    axes.set_xticks(range(len(rows)), list(rows))
-    axes.legend(frameon=False, fontsize=8, ncols=len(names), loc="upper left")
+def draw_sweeps(path: str | Path, title: str, varied: Sequence[Varied]) -> Path:
+    """One row per swept key: goodput and waits per trained token over its values."""
+    figure = Figure(figsize=(11, 0.8 + 3.0 * len(varied)), dpi=90, facecolor="white", layout="constrained")
+    figure.suptitle(title, fontsize=13, color=INK, x=0.01, ha="left", weight="bold")
+    grid = figure.add_gridspec(len(varied), 2)
+    for row, one in enumerate(varied):
+        goodput = figure.add_subplot(grid[row, 0])
+        style(goodput, "Goodput (tokens per second, all ranks)", one.sweep.key)
+        swept_lines(goodput, one, lambda found, name: found.goodput(name))
+        waits = figure.add_subplot(grid[row, 1])
+        style(waits, "Waiting (rank-milliseconds per trained token)", one.sweep.key)
+        swept_lines(waits, one, lambda found, name: [1000 * s for s in per_token(found.results[name])])
+        goodput.legend(frameon=False, fontsize=8, loc="best")
     path = Path(path)
     figure.savefig(path)
     return path
+
+
+def swept_lines(axes: Axes, varied: Varied, figure: Callable[[Study, str], list[float]]) -> None:
+    """``figure`` of ``tide`` and of the best system with a fixed split, with intervals over seeds."""
+    numbers = varied.sweep.numbers()
+    order = list(range(len(varied.studies)))
+    at: list[float] = [float(index) for index in order]
+    if numbers is None:
+        axes.set_xticks(at, varied.sweep.values)
+    else:
+        at = numbers
+        order.sort(key=lambda index: at[index])
+        if min(at) > 0 and max(at) >= 4 * min(at):
+            axes.set_xscale("log", base=2)
+        axes.set_xticks(at, varied.sweep.values, minor=False)
+        axes.minorticks_off()
+    best = [fastest(found, fixed_split(found)) for found in varied.studies]
+    for label, color, names in (
+        ("best fixed split", GREY, best), ("tide, elastic", BLUE, ["tide"] * len(order)),
+    ):  # fmt: skip
+        points = [
+            (at[index], interval(figure(varied.studies[index], name)))
+            for index in order
+            if (name := names[index]) is not None and name in varied.studies[index].results
+        ]
+        if not points:
+            continue
+        axes.plot([x for x, _ in points], [y.mean for _, y in points], "o-", color=color, label=label)
+        for x, (_, low, high, n) in points:
+            if n > 1:
+                axes.plot([x, x], [max(0.0, low), high], color=color, linewidth=1)
+    axes.set_ylim(bottom=0)
 
 
 def _thinned(points: Sequence[tuple[float, int]], most: int = 2000) -> Sequence[tuple[float, int]]:

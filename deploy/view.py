@@ -33,7 +33,8 @@ class View:
     ``version``; ``reward``, ``reward_std``, ``success``, ``loss``, ``grad_norm``, ``entropy``;
     ``goodput_tok_s``, ``sampled_tok_s``, ``overlap_fraction``; ``lag_mean``, ``lag_max``, ``max_lag``;
     ``ready_depth``, ``running_groups``, ``wait_rwt_s``, ``wait_twt_s``; ``mismatch_max_log_ratio``;
-    ``ledger`` (the fields of ``cluster.types.Ledger``); ``ranks`` (name -> state, "ok" when healthy);
+    ``ledger`` (the fields of ``cluster.types.Ledger``); ``tasks`` (one line: see ``tasks_line``);
+    ``ranks`` (name -> state, "ok" when healthy);
     ``roles`` (one line: ranks by role, the move under way, the target); ``moves`` (the last, a line each);
     ``note`` (one line, such as the last failure survived); ``dashboard`` (a URL).
     """
@@ -85,7 +86,8 @@ class View:
         """Take a new status and draw it."""
         self._state.update(status)
         step, now = int(self._state["step"]), self._clock()
-        if self._first is None:
+        before_any = self._state.get("reward") is None
+        if self._first is None or (before_any and step != self._first[1]):  # a resumed run starts beyond 0
             self._first = (now, step)
         if step != self._last_step and self._state.get("reward") is not None:
             self._rewards = [*self._rewards, float(self._state["reward"])][-_HISTORY:]
@@ -138,6 +140,8 @@ class View:
                 parts.append(f"{label} {number(state[name])}")
         if isinstance(state.get("ledger"), Mapping):
             parts.append(ledger_line(state["ledger"]))
+        if state.get("tasks"):
+            parts.append(f"tasks {state['tasks']}")
         if state.get("roles"):
             parts.append(f"ranks {state['roles']}")
         ill = [f"{name} {word}" for name, word in self._ranks().items() if word != "ok"]
@@ -176,6 +180,8 @@ class View:
         lines: list[RenderableType] = [head, Text(""), grid, Text("")]
         if isinstance(state.get("ledger"), Mapping):
             lines.append(Text(ledger_line(state["ledger"]), style="cyan"))
+        if state.get("tasks"):
+            lines.append(Text(f"tasks  {state['tasks']}"))
         ranks = Text()
         for name, word in self._ranks().items():
             ranks.append("● ", style="green" if word == "ok" else "red")
@@ -205,11 +211,11 @@ def view_status(status: dict[str, Any], config: Config) -> dict[str, Any]:
     """The controller's status in this view's words."""
     step = dict(status["step"])
     rewards = step.pop("reward", None)
-    shown = {
+    shown: dict[str, Any] = {"step": status["version"]} | {
         name: step[name]
         for name in ("step", "reward_std", "success", "loss", "grad_norm", "entropy", "lag_mean",
                      "lag_max", "wait_rwt_s", "wait_twt_s", "goodput_tok_s", "overlap_fraction",
-                     "sampled_tok_s")
+                     "sampled_tok_s", "mismatch_max_log_ratio")
         if name in step
     }  # fmt: skip
     if isinstance(rewards, dict):
@@ -222,6 +228,7 @@ def view_status(status: dict[str, Any], config: Config) -> dict[str, Any]:
         "ready_depth": status["ready_depth"],
         "running_groups": status["open_groups"],
         "ledger": status["ledger"],
+        "tasks": tasks_line(status["tasks"], status["admission"]),
         "ranks": ranks,
         "roles": roles_line(status["roles"]),
         "moves": moves,
@@ -238,6 +245,14 @@ def switch_line(record: Mapping[str, Any]) -> str:
         text += f", saves {'?' if realised is None else f'{realised:.2f}'} s a step "
         text += f"(expected {record['predicted_s']:.2f})"
     return text
+
+
+def tasks_line(tasks: Mapping[str, int], events: Mapping[str, int]) -> str:
+    """``12 resident, 3 parked, 1 queued; in all 40 parked, 37 resumed, 2 moved``; "" if there is nothing."""
+    if not any(tasks.values()) and not any(events.values()):
+        return ""
+    now, so_far = (", ".join(f"{n} {word}" for word, n in counts.items()) for counts in (tasks, events))
+    return f"{now}; in all {so_far}"
 
 
 def number(value: Any) -> str:

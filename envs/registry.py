@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from cluster.errors import ConfigError, EnvFailed, nearest
+from cluster.keys import check_types
 from envs.base import Env, TaskSet
 
 ENVIRONMENTS: dict[str, tuple[str, str]] = {
@@ -91,19 +92,34 @@ def _configured_class(path: str) -> type[Any]:
     try:
         return load_class(path)
     except Exception as error:  # whatever a foreign module raises while imported
-        raise ConfigError(f"env.name: cannot load {path}: {type(error).__name__}: {error}") from error
+        said = f"env.name: cannot load {path}: {type(error).__name__}: {error}"
+        raise ConfigError(f"{said}{_remedy(path, error)}") from error
+
+
+def _remedy(path: str, error: Exception) -> str:
+    """What to do about a class that cannot be loaded; "" where the error says it."""
+    module, _, name = path.partition(":")
+    top = module.partition(".")[0]
+    if isinstance(error, ModuleNotFoundError) and error.name == top:
+        return f" (put {top}.py beside the recipe, into the current folder or on PYTHONPATH)"
+    if isinstance(error, AttributeError) and name.endswith("Tasks"):
+        return f" (an environment {path.removesuffix('Tasks')} needs its task set, {path}, beside it)"
+    return ""
 
 
 def _split(name: str, params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Share ``params`` between the environment's and the task set's constructors."""
     env_path, tasks_path = paths(name)
-    env_names, env_any = _accepted(_configured_class(env_path))
-    task_names, task_any = _accepted(_configured_class(tasks_path))
+    env, tasks = _configured_class(env_path), _configured_class(tasks_path)
+    env_names, env_any = _accepted(env)
+    task_names, task_any = _accepted(tasks)
     for key in params:
         if not (key in env_names or key in task_names or env_any or task_any):
             valid = (env_names | task_names) - {"seed"}
             hint = nearest(key, valid) if valid else f" ({name} takes no parameters)"
             raise ConfigError(f"env.params.{key} is unknown{hint}")
+    for cls in (env, tasks):
+        check_types("env.params.", params, cls.__init__)
     return (
         {key: value for key, value in params.items() if key in env_names or env_any},
         {key: value for key, value in params.items() if key in task_names or task_any},
