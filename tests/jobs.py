@@ -239,6 +239,20 @@ class Job:
         return value
 
 
+def scale(job: Job, *words: str, code: int = 0) -> str:
+    """``springtide scale`` on the running job, to its end; returns what it printed once connected."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "deploy.cli", "scale", str(job.folder.path), *words],
+        cwd=REPO, env=dict(os.environ, PYTHONPATH=str(REPO)), text=True, timeout=300,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+    )  # fmt: skip
+    assert done.returncode == code, f"{done.stdout}\n{job.tail()}"
+    sys.stdout.write(done.stdout)
+    greeting, _, said = done.stdout.partition("\n")
+    assert greeting == f"connecting to {job.folder.path.name} ..."
+    return said
+
+
 def lives(process: psutil.Process) -> bool:
     """Running, and not only a zombie that waits for its parent."""
     try:

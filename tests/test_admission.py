@@ -137,6 +137,19 @@ def test_an_evaluation_takes_the_place_of_training() -> None:
     assert machine.decide(2e9) == Decision()
 
 
+def test_a_rank_does_not_idle_for_an_evaluation_that_training_cannot_make_room_for() -> None:
+    machine = admission(prefill_tok_s=1.0)
+    run_turn(machine, "t.0", tokens=1000)
+    run_turn(machine, "ea.0", tokens=6000, evaluation=True)
+    ask(machine, "t.0", tokens=1200, now=1.0)
+    ask(machine, "eb.0", tokens=6000, now=1.0, evaluation=True)
+    assert machine.decide(1.0) == Decision(start=("t.0",))  # 3,900 tokens would be free without it
+    machine.turn_ended("t.0", 1300, 2.0)
+    machine.ended("ea.0", 2.0)
+    ask(machine, "t.0", tokens=1400, now=2.0)
+    assert machine.decide(2.0).start[0] == "eb.0"
+
+
 def test_training_stands_back_for_an_evaluation_without_room() -> None:
     machine = admission()
     run_turn(machine, "a.0", tokens=4000)
@@ -580,7 +593,7 @@ def test_everyone_is_served_and_nothing_is_left(
     assert (figures.promised, figures.resident, figures.parked, figures.queued) == (0, 0, 0, 0)
     assert not machine._tasks and not machine._groups and not machine._idle
     queues = [machine._back, machine._evals, machine._holds, machine._unexpired, machine._expired]
-    assert not any(queues) and all(len(queue._entries) <= 64 for queue in queues)
+    assert not any(queues) and all(len(queue) <= 64 for queue in queues)
 
 
 def test_twenty_thousand_tasks_are_decided_in_milliseconds() -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench import append, learner, run
+from tests.bench import append, learner, run, twins
 
 
 def test_every_benchmark_runs_without_arguments() -> None:
-    files = {path.stem for path in Path(run.__file__).parent.glob("*.py")} - {"run"}
+    files = {path.stem for path in Path(run.__file__).parent.glob("*.py")} - {"run", "twin_runs"}
     assert files == set(run.BENCHMARKS) | set(run.STUDIES)
     for name in run.BENCHMARKS:
         function = importlib.import_module(f"tests.bench.{name}").run
@@ -70,3 +70,24 @@ def test_learner_and_plain_loop_train_the_same_samples(monkeypatch: pytest.Monke
     assert result["tokens"]["512"]["ratio"] > 0
     full = {"tokens": {"8192": {"ratio": 0.95}}, "target_ratio_at_8192": 0.9}
     assert run.headline("learner", full) == (0.95, 0.9)
+
+
+def test_errors_of_twins_are_judged_by_their_mean_over_seeds() -> None:
+    def one(error: float, void: bool = False) -> dict[str, object]:
+        errors = {"goodput": error, "wait": 0.0, "kv_hit": -error}
+        return {"errors": errors, "measured": {"extra": {"void": void, "disturbed": False}}}
+
+    told = twins.summary([one(0.14), one(0.04), one(0.06)])
+    assert told["within"] and not told["void"]
+    assert told["largest"] == {"goodput": 0.14, "wait": 0.0, "kv_hit": -0.14}
+    assert told["errors"]["goodput"]["mean"] == pytest.approx(0.08)
+    low, high = told["errors"]["goodput"]["interval"]
+    assert low < 0.08 < high and told["errors"]["goodput"]["seeds"] == 3
+    assert not twins.summary([one(0.14), one(0.08)])["within"]
+    assert twins.summary([one(0.0), one(0.0, void=True)])["void"]
+
+
+def test_where_a_machine_is_full_lies_between_two_runs() -> None:
+    assert twins.crossing({8: 0.2, 32: 0.5, 48: 0.9}) == 40.0
+    assert twins.crossing({8: 0.2, 32: 0.5}) is None
+    assert twins.crossing({8: 0.8}) == 8.0

@@ -5,12 +5,13 @@ import random
 import shutil
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cluster.errors import CheckpointDamaged
+from cluster.errors import CheckpointDamaged, ConfigError
 from learner.checkpoint import fingerprint, load_checkpoint
 from learner.manifest import checkpoints, latest_valid, verify
 from tests.learner_tiny import (
@@ -70,6 +71,18 @@ def test_never_stepped_optimizer_and_parameter_without_gradient_survive(model: P
         del optimizer.state[first]
         with pytest.raises(CheckpointDamaged, match="no optimizer state"):
             load_checkpoint(Path(folder), rank.model, optimizer, place)
+
+
+def test_a_checkpoint_that_does_not_tell_skipped_updates_loads(model: Path, tmp_path: Path) -> None:
+    with single_rank(make_config(model), model) as rank:
+        rank.version, rank.skipped = 2, 3
+        folder = Path(rank.save(str(tmp_path), {"cursor": 17}, export=False))
+        assert rank.load(str(folder)) == {"cursor": 17} and rank.skipped == 3
+        meta = msgspec.msgpack.decode((folder / "meta.msgpack").read_bytes())
+        del meta["extra"]["skipped"]
+        (folder / "meta.msgpack").write_bytes(msgspec.msgpack.encode(meta))
+        assert rank.load(str(folder)) == {"cursor": 17}
+        assert (rank.version, rank.skipped) == (2, 0)
 
 
 def flip(path: Path, offset: int) -> None:
@@ -182,9 +195,17 @@ def test_exported_folder_is_a_model(model: Path, two_checkpoints: Path) -> None:
     assert "hf/model.safetensors" in (folder / "manifest.json").read_text()
 
 
-def test_fingerprint_follows_the_configuration(model: Path) -> None:
-    assert fingerprint(make_config(model)) == fingerprint(make_config(model))
-    assert fingerprint(make_config(model)) != fingerprint(make_config(model, learner={"lr": 0.5}))
+def test_fingerprint_follows_what_the_run_is(model: Path) -> None:
+    first = fingerprint(make_config(model))
+    assert fingerprint(make_config(model)) == first
+    assert fingerprint(make_config(model, learner={"lr": 0.5})) == first, "a rate may change on resume"
+    assert fingerprint(make_config(model, run={"seed": 5})) != first
+
+
+def test_a_checkpoint_of_another_run_is_refused(model: Path, two_checkpoints: Path) -> None:
+    config = make_config(model, run={"seed": 5})
+    with single_rank(config, model) as rank, pytest.raises(ConfigError, match="is of another run"):
+        rank.load(str(two_checkpoints / "step-000002"))
 
 
 @pytest.mark.slow

@@ -20,12 +20,14 @@ from typing import Any
 import psutil
 import pytest
 
+from cluster.config import dump, load
 from cluster.valkey import ValkeyServer
 from learner.manifest import MANIFEST, digest
 from tests.jobs import COIN, make_player, to_toml
 
 REPO = Path(__file__).resolve().parent.parent
 MARK = "SPRINGTIDE_TEST_MARK"
+CANNOT = "this cannot change within a run; start a new one"
 FAST_S = 60.0  # a deadline that a crowded machine keeps too; idle, these cases take one to four seconds
 BAD_ENVIRONMENTS = '''
 from envs.base import Env, StepResult, TaskSet
@@ -65,6 +67,10 @@ class LateStart(Play):
         if seed > 0:
             raise RuntimeError("the licence server is gone")
         return super().start(task, seed)
+
+
+class Lone(Play):
+    """Its task set has been forgotten."""
 
 
 NoMapTasks = NoStartTasks = LateStartTasks = PlayTasks
@@ -189,7 +195,25 @@ def train(recipe: Path, *overrides: str) -> Outcome:
         (["model.path=", "model.maker=tyni"], "config: model.maker = 'tyni' is unknown (did you mean 'tiny'"),
         (["model.path=/nowhere"], "config: model.path = '/nowhere': no such folder"),
         (["env.name=coins"], "config: env.name = 'coins' is unknown (did you mean 'coin'?)"),
-        (["env.name=nothere:Env"], "config: env.name: cannot load nothere:Env: ModuleNotFoundError"),
+        (["env.name=nothere:Env"], "config: env.name: cannot load nothere:Env: ModuleNotFoundError: "
+         "No module named 'nothere' (put nothere.py beside the recipe, into the current folder or on "
+         "PYTHONPATH)"),
+        (["env.name=bad_environments:Play"],
+         "config: env.params.most is unknown (bad_environments:Play takes no parameters)"),
+        (["env.name=bad_environments:Lone", "env.params={}"],
+         "config: env.name: cannot load bad_environments:LoneTasks: AttributeError: module "
+         "'bad_environments' has no attribute 'LoneTasks' (an environment bad_environments:Lone needs its "
+         "task set, bad_environments:LoneTasks, beside it)"),
+        (["env.params.most=many"], "config: env.params.most = 'many': Expected `int`, got `str`"),
+        (["env.folder=/nowhere"], "config: env.folder is unused unless env.name is module:Class"),
+        (["model.path=", "model.maker=tiny", "model.params.hiden=32"],
+         "config: model.params.hiden is unknown (did you mean 'hidden'?)"),
+        (["model.path=", "model.maker=tiny", "model.params.hidden=wide"],
+         "config: model.params.hidden = 'wide': Expected `int`, got `str`"),
+        (["model.path=", "model.maker=tiny", "model.params.hidden=33"],
+         "config: making the model (tiny) failed: model.params.hidden = 33: must be a multiple of 32"),
+        (["steps=5"], "config: unknown key steps (did you mean 'run.steps'?)"),
+        (["cluster.object_store_mb=1"], "config: cluster.object_store_mb = 1: Ray takes no less than 75"),
         (["env.params.mosst=5"], "config: env.params.mosst is unknown (did you mean 'most'?)"),
         (["env.params.most=2"], "config: env.params.most = 2: must be at least 5"),
         (["queue.url=http://here:1"], "config: queue.url = 'http://here:1': must start with redis://"),
@@ -293,6 +317,13 @@ def test_a_cluster_that_does_not_answer(recipe: Path, free_port: int) -> None:
     assert f"config: cluster.address = '127.0.0.1:{free_port}': nobody answers there" in line
 
 
+def test_overrides_behind_an_option_as_the_readme_writes_them(recipe: Path, free_port: int) -> None:
+    """What is said is about the address: the words behind it were understood."""
+    words = ["--address", f"127.0.0.1:{free_port}", "queue.url=redis://:PASSWORD@HOST:6380/0", "run.steps=50"]
+    line = Outcome(["train", str(recipe), *words], recipe.parent).line()
+    assert f"config: cluster.address = '127.0.0.1:{free_port}': nobody answers there" in line
+
+
 def test_an_address_that_is_none(recipe: Path) -> None:
     line = Outcome(["train", str(recipe), "--address", "ray://somewhere"], recipe.parent).line()
     assert line.startswith("springtide: config: cluster.address = 'ray://somewhere': give HOST:PORT of the")
@@ -314,6 +345,46 @@ def test_resume_of_something_that_is_no_run(folder: Path) -> None:
 def test_resume_with_a_damaged_configuration(folder: Path) -> None:
     (folder / "config.json").write_text('{"run": ')
     assert "config.json is damaged" in Outcome(["train", "--resume", str(folder)], folder).line()
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("model.params.hidden=128", f"model.params.hidden = 128 (was not set): {CANNOT}"),
+        ("env.params.most=25", f"env.params.most = 25 (was 20): {CANNOT}"),
+        ("run.seed=7", f"run.seed = 7 (was 0): {CANNOT}"),
+        ("learner.lr=1e-5", "the run has made all its 1 steps; raise run.steps"),
+    ],
+)
+def test_a_resume_that_cannot_be_changes_nothing(recipe: Path, override: str, expected: str) -> None:
+    run = recipe.parent / "runs" / "job-1"
+    run.mkdir(parents=True)
+    (run / "config.json").write_text(json.dumps(dump(load(recipe))))
+    (run / "summary.json").write_text(json.dumps({"steps": 1}))
+    before = {path: path.read_bytes() for path in run.rglob("*")}
+    line = Outcome(["train", "--resume", str(run), override], recipe.parent).line()
+    assert line == f"springtide: config: --resume {run}: {expected}"
+    assert {path: path.read_bytes() for path in run.rglob("*")} == before
+
+
+def test_an_environment_beside_its_recipe_is_found_by_driver_and_sandbox(recipe: Path, folder: Path) -> None:
+    """Outside of the clone and of PYTHONPATH; the rehearsal has played it when the prompt is measured."""
+    outside = folder / "outside"
+    outside.mkdir()
+    (outside / "mine.py").write_text(BAD_ENVIRONMENTS)
+    shutil.copy(recipe, outside / "recipe.toml")
+    words = ["env.name=mine:Play", "env.params={}", "harness.max_context=12", "harness.max_new_tokens=9"]
+    line = train(outside / "recipe.toml", *words).line()
+    assert "config: harness.max_context = 12 is too small: the first prompt has " in line
+
+
+@pytest.mark.parametrize(
+    ("target", "why"), [("{}", "it is a folder"), ("/nowhere/x.json", "no folder /nowhere")]
+)
+def test_eval_looks_at_its_target_before_the_work(recipe: Path, folder: Path, target: str, why: str) -> None:
+    file = target.format(folder)
+    line = Outcome(["eval", str(recipe), "--checkpoint", "base", "--json", file], folder).line()
+    assert line == f"springtide: config: cannot write {file}: {why}"
 
 
 def test_eval_of_a_damaged_checkpoint(recipe: Path, model: Path, folder: Path) -> None:
@@ -341,8 +412,43 @@ def test_replay_of_something_that_is_no_run(folder: Path) -> None:
     assert "holds no record: train with run.record=true" in Outcome(["replay", str(folder)], folder).line()
 
 
+REPLAY = '''
+import atexit, os, sys, types
+from cluster.errors import LearnerLost
+from deploy.cli import main
+
+def replay(folder):
+    sys.stdout.write("step 1\\n")
+    if END == "lost":
+        raise LearnerLost("a rank is gone")
+    if END == "interrupted":
+        raise KeyboardInterrupt
+    return int(END)
+
+sys.modules["deploy.replay"] = types.SimpleNamespace(replay=replay)
+atexit.register(os.abort)  # as torch's threads may when Python has been torn down
+sys.exit(main())
+'''
+
+
+@pytest.mark.parametrize(("end", "code"), [("0", 0), ("1", 1), ("lost", 2), ("interrupted", 130)])
+def test_replay_keeps_its_exit_code_whatever_torch_does_at_the_end(folder: Path, end: str, code: int) -> None:
+    (folder / "config.json").write_text("{}")
+    (folder / "record").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", f"END = {end!r}\n{REPLAY}", "replay", str(folder)],
+        cwd=REPO, capture_output=True, text=True, timeout=FAST_S,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (code, "step 1\n"), done.stderr
+    said = {"lost": "a rank is gone", "interrupted": "interrupted"}.get(end, "")
+    assert said in done.stderr and len(done.stderr.splitlines()) == bool(said)
+
+
 def test_report_of_something_that_is_no_run(folder: Path) -> None:
-    assert f"config: no report of {folder}: " in Outcome(["report", str(folder)], folder).line()
+    line = Outcome(["report", str(folder)], folder).line()
+    assert line == f"springtide: config: no report of {folder}: it has no metrics.jsonl; give a run folder"
+    line = Outcome(["report", f"{folder}/nope"], folder).line()
+    assert line == f"springtide: config: no report of {folder}/nope: no such folder; give a run folder"
 
 
 # -- what is right ----------------------------------------------------------------------------------

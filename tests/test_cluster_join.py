@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
+from deploy.launch import send_token
 from deploy.local import foreign_nodes
 from tests.jobs import Job
 
@@ -49,6 +50,7 @@ class Cluster:
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", LOOK, self.address],
             capture_output=True, text=True, timeout=120, check=True,
+            env=dict(os.environ, RAY_AUTH_MODE="token"),
         )  # fmt: skip
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return found
@@ -68,7 +70,7 @@ def cluster() -> Iterator[Cluster]:
     ):
         token = Path(folder) / "token"
         token.write_text(secrets.token_hex(32))
-        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.delenv("RAY_AUTH_MODE", raising=False)  # the head turns it on, since there is a token
         patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
         port = free_port()
         head = subprocess.Popen(
@@ -132,6 +134,33 @@ def test_a_wrong_token_is_refused_with_one_line(
     last = job.log.read_text().splitlines()[-1]
     assert last.startswith(f"springtide: config: cluster.address = '{cluster.address}': ")
     assert "RAY_AUTH_TOKEN" in last
+
+
+@pytest.mark.parametrize(
+    ("address", "variable", "file", "mode"),
+    [
+        ("h:1", "", False, None),
+        ("h:1", "", True, "token"),
+        ("h:1", "RAY_AUTH_TOKEN", False, "token"),
+        ("h:1", "RAY_AUTH_TOKEN_PATH", False, "token"),
+        ("h:1", "RAY_AUTH_MODE", True, "given"),
+        ("", "", True, None),
+    ],
+)
+def test_the_token_is_sent_if_there_is_one(
+    address: str, variable: str, file: bool, mode: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(name, "")  # so that the end of the test puts back what was there
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if variable:
+        monkeypatch.setenv(variable, "given")
+    if file:
+        (tmp_path / ".ray").mkdir()
+        (tmp_path / ".ray" / "auth_token").write_text("x")
+    send_token(address)
+    assert os.environ.get("RAY_AUTH_MODE") == mode
 
 
 def test_nodes_on_other_machines_are_found() -> None:

@@ -54,10 +54,41 @@ def test_unknown_keys_name_the_nearest(name: str, kind: type[Section]) -> None:
         assert f"unknown key {name}.{typo} (did you mean {field.name!r}?)" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("sections_", "words"),
+    [
+        ({"steps": 5}, "unknown key steps (did you mean 'run.steps'?)"),
+        ({"run": {"lr": 1.0}}, "unknown key run.lr (did you mean 'learner.lr'?)"),
+        ({"replicas": 2}, "unknown key replicas (did you mean 'generator.replicas' or 'scorer.replicas'?)"),
+    ],
+)
+def test_a_key_of_another_section_is_named_with_its_section(sections_: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build({**tree(), **sections_})
+    assert str(caught.value) == words
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "words"),
+    [
+        ("objective", "correction", "foo", "'foo' is unknown (valid: none, token_tis, decoupled, "),
+        ("objective", "correction", "decopled", "(did you mean 'decoupled'? valid: none, token_tis, "),
+        ("env", "sandbox", "docker", "'docker' is unknown (valid: bwrap, process, inline)"),
+        ("eval", "modes", ["sampled", "gready"], "'gready' is unknown (did you mean 'greedy'? valid: "),
+        ("learner", "schedule", 3, "3 is unknown (valid: constant, linear, cosine)"),
+    ],
+)
+def test_a_word_of_a_closed_list_names_the_list(section: str, key: str, value: Any, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(tree(**{section: {key: value}}))
+    assert str(caught.value).startswith(f"{section}.{key} = ")
+    assert words in str(caught.value)
+
+
 def test_unknown_section_and_strange_key_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"unknown key lerner \(did you mean 'learner'\?\)"):
         build(tree(lerner={"lr": 1.0}))
-    with pytest.raises(ConfigError, match=r"unknown key scorer\.zzzz \(valid: mode, path, replicas"):
+    with pytest.raises(ConfigError, match=r"unknown key scorer\.zzzz \(valid: kv_cache_gb, mode, path,"):
         build(tree(scorer={"zzzz": 1}))
     with pytest.raises(ConfigError, match=r"run is a section, not a value \(5\)"):
         build({**tree(), "run": 5})
@@ -75,6 +106,11 @@ def test_unknown_section_and_strange_key_are_refused() -> None:
         ({"harness": {"max_new_tokens": 512}}, "harness.max_new_tokens = 512"),
         ({"learner": {"row_tokens": 511}}, "learner.row_tokens = 511"),
         ({"learner": {"lr": 0.0}}, "learner.lr = 0.0"),
+        ({"learner": {"threads": 0}}, "learner.threads = 0: must be at least 1"),
+        ({"eval": {"tasks": 0}}, "eval.tasks = 0: must be at least 1"),
+        ({"eval": {"modes": []}}, "eval.modes = (): name at least one"),
+        ({"env": {"step_timeout_s": 0.0}}, "env.step_timeout_s = 0.0: must be positive"),
+        ({"cluster": {"object_store_mb": 1}}, "cluster.object_store_mb = 1: Ray takes no less than 75"),
         ({"generator": {"temperature": 0.0}}, "generator.temperature = 0.0"),
         ({"generator": {"kv_on_sync": "forget"}}, "generator.kv_on_sync"),
         ({"objective": {"kl_coef": 0.1}}, "needs scorer.replicas >= 1"),

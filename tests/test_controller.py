@@ -25,6 +25,7 @@ class ScriptedGenerator:
         self.fail = False
         self.alive = True
         self.restarts: list[str] = []
+        self.cleared: list[int] = []  # epochs
 
     async def health(self) -> GeneratorHealth:
         if not self.alive:
@@ -37,6 +38,11 @@ class ScriptedGenerator:
             raise WeightsFailed("damaged")
         self.version = weights.version
         return self.version
+
+    async def clear(self, epoch: int) -> None:
+        if not self.alive:
+            raise ConnectionError("gone")
+        self.cleared.append(epoch)
 
     async def restart(self, reason: str) -> None:
         self.restarts.append(reason)
@@ -194,6 +200,30 @@ async def test_evaluation_goes_first_and_outside_the_ledger() -> None:
         assert (await suite).success == 1.0
         again = await controller.evaluate("s", "greedy", 3, 10.0)
         assert again.tasks == 3, "asking again returns the finished suite"
+
+
+@pytest.mark.parametrize("how", ["scaled away", "silent"])
+async def test_what_a_worker_that_is_gone_evaluated_is_given_to_another(how: str) -> None:
+    async with running(config(), MemoryQueue(), two()) as controller:
+        suite = asyncio.create_task(controller.evaluate("s", "greedy", 2, 15.0))
+        await asyncio.sleep(0.05)
+        held: dict[str, str] = {}
+        for worker in ("worker-0", "worker-1"):
+            (order,) = (await controller.pull(Pull(worker=worker, incarnation="one", slots=4, free=1))).orders
+            held[worker] = order.group
+        if how == "silent":
+            controller.orders.assignments.silent_s = 1.5
+        else:
+            await controller.have(["generator-0", "worker-0"])
+        mine = Pull(worker="worker-0", incarnation="one", slots=4, free=3, running={held["worker-0"]: 0})
+        given: list[str] = []
+        async with asyncio.timeout(10):
+            while not given:
+                given = [order.group for order in (await controller.pull(mine)).orders]
+        assert given == [held["worker-1"]]
+        for group in held.values():
+            await controller.report_eval([EvalEpisode(suite="s", group=group, success=1.0)])
+        assert (await suite).tasks == 2
 
 
 async def test_a_worker_that_was_ended_is_forgotten_and_its_counters_are_kept() -> None:

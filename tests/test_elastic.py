@@ -5,8 +5,6 @@ changed; the second kills a Ray node and brings it back.
 """
 
 import json
-import os
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -15,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import REPO, Job
+from jobs import Job, scale
 from ray_nodes import RayNodes
 from test_chaos import check_books
 
@@ -40,18 +38,6 @@ def player(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     torch.set_num_threads(1)
     yield make_player(tmp_path_factory.mktemp("player"))
     torch.set_num_threads(threads)
-
-
-def scale(job: Job, *words: str, code: int = 0) -> str:
-    """``springtide scale`` on the running job, to its end; returns what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "deploy.cli", "scale", str(job.folder.path), *words],
-        cwd=REPO, env=dict(os.environ, PYTHONPATH=str(REPO)), text=True, timeout=300,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
-    )  # fmt: skip
-    assert done.returncode == code, f"{done.stdout}\n{job.tail()}"
-    sys.stdout.write(done.stdout)
-    return done.stdout
 
 
 def reach(job: Job, version: int) -> None:

@@ -404,7 +404,7 @@ async def played(engine: Engine, policy: str) -> tuple[dict[str, list[Completion
             found.setdefault(session, []).append(answers[0])
             prompt = prompt + ids(answers[0].output).tolist() + [(number + turn) % TOKENS] * 30
             await asyncio.sleep(0.01 * (number % 5))
-        await gate.release([session])
+        await gate.release(session, [session])
 
     async with asyncio.TaskGroup() as group:
         for number, start in enumerate(prompts(24, length=120)):

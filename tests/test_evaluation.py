@@ -52,6 +52,16 @@ async def test_a_suite_ends_when_every_task_has_one_result() -> None:
     assert (result.success, result.tasks) == (1.0, 3), "the second result of a task is ignored"
 
 
+def test_a_task_that_is_to_be_done_again_is_not_once_its_result_has_come() -> None:
+    book = EvalBook()
+    book.begin("s", "greedy", orders(2), 0.0)
+    for group in (order.group for order in (book.next(), book.next()) if order is not None):
+        book.again(group)
+    book.record(EvalEpisode(suite="s", group="s-1", success=1.0), 1.0)
+    left = book.next()
+    assert left is not None and left.group == "s-0" and book.next() is None
+
+
 async def test_a_suite_that_does_not_end_says_what_is_missing() -> None:
     book = EvalBook()
     book.begin("s", "greedy", orders(3), 0.0)

@@ -69,6 +69,31 @@ async def test_one_joins_with_the_published_weights_and_one_leaves() -> None:
         await healthy(fleet, "a", "b")
 
 
+async def test_one_that_leaves_or_joins_is_told_to_forget_its_tasks_under_the_epoch() -> None:
+    fakes = Fakes()
+    async with running(fakes, "a", "b") as fleet:
+        await healthy(fleet, "a", "b")
+        port = fakes.ports["a"]
+        assert port.cleared == [], "a new controller takes over what is being played"
+        await fleet.leave("a", "test")
+        left = fleet.epoch
+        while not port.cleared:
+            await asyncio.sleep(0.01)
+        await fleet.join("a")
+        assert fleet.table().generators[0].healthy is False
+        await healthy(fleet, "a", "b")
+        assert port.cleared[0] == left < port.cleared[1] and len(port.cleared) == 2
+        port.alive = False
+        await fleet.leave("a", "dead")  # it cannot be told now
+        await fleet.join("a")
+        await asyncio.sleep(0.1)
+        assert not fleet.slots["a"].healthy and len(port.cleared) == 2
+        port.alive = True
+        fleet.notify()
+        await healthy(fleet, "a", "b")
+        assert len(port.cleared) == 3, "it is cleared before it counts as healthy"
+
+
 async def test_an_actor_that_does_not_exist_yet_is_waited_for() -> None:
     fakes = Fakes()
     fakes.missing.add("b")
@@ -109,6 +134,21 @@ def test_totals_count_over_processes_and_causes() -> None:
     assert slot.restarts == 1
 
 
+async def test_places_given_and_taken_are_counted_over_generators_and_processes() -> None:
+    fakes = Fakes()
+    async with running(fakes, "a", "b") as fleet:
+        await healthy(fleet, "a", "b")
+        a, b = fleet.slots["a"], fleet.slots["b"]
+        a.note(report(parks=5, resumes=3, moved=1, resident=4, parked=2), "no_work")
+        b.note(report(name="b", parks=1, resident=1, queued=6), "no_work")
+        assert fleet.totals().admission() == {"parked": 6, "resumed": 3, "moved": 1}
+        assert fleet.tasks() == {"resident": 5, "parked": 2, "queued": 6}
+        a.note(report(parks=2, instance="two", parked=2), "no_work")
+        b.healthy = False
+        assert fleet.totals().admission() == {"parked": 8, "resumed": 3, "moved": 1}
+        assert fleet.tasks() == {"resident": 0, "parked": 2, "queued": 0}, "who is not at work has no tasks"
+
+
 async def test_one_that_left_keeps_its_counters_and_its_process_is_not_counted_again() -> None:
     fakes = Fakes()
     async with running(fakes, "a") as fleet:
@@ -125,8 +165,13 @@ async def test_the_table_tells_free_tokens() -> None:
     fakes = Fakes()
     async with running(fakes, "a") as fleet:
         await healthy(fleet, "a")
-        fleet.slots["a"].note(report(capacity_tokens=100, promised_tokens=30), "no_work")
-        assert fleet.table().generators[0].free == 70
+        slot = fleet.slots["a"]
+        rows = []
+        for _ in range(2):
+            slot.note(report(capacity_tokens=100, promised_tokens=30, free_tokens=65), "no_work")
+            rows.append(fleet.table().generators[0])
+        assert [row.free for row in rows] == [65, 65], "what it may promise, not what is left"
+        assert rows[1].report == rows[0].report + 1, "new, though it says the same"
 
 
 async def test_a_refresh_does_not_wait_for_one_that_hangs() -> None:

@@ -2,145 +2,20 @@
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
+from fake_engine import LOADED, FakeEngine, answers, opened, request, until
 
 from actors.gate import NO_PLACE, Gate
 from actors.harness.chat import ChatHarness
-from actors.mailbox import Mailboxes
-from actors.pending import refused
 from actors.rollout import Member, Tools, run_trajectory
 from actors.router import Router
-from actors.scripted import ScriptedEnvironments, ScriptedPolicy, character_tokenizer
+from actors.scripted import ScriptedEnvironments, character_tokenizer
 from cluster.config import AdmissionConfig, GeneratorConfig, HarnessConfig
-from cluster.messages import GeneratorHealth, GeneratorRow, Table
-from cluster.types import Completion, Order, Purpose, Request, Sampling, Task, Weights, ids, pack_ids
+from cluster.messages import GeneratorRow, Table
+from cluster.types import Order, Purpose, Task, ids
 from envs.base import StepResult
-
-LOADED = Weights(version=1, location="", checksum="x", nbytes=0)
-
-
-class FakeEngine:
-    """Answers after ``delay_s``, or when told to (``answer``); its memory is a number."""
-
-    def __init__(self, capacity_tokens: int, delay_s: float | None = None, name: str = "g0") -> None:
-        self.name = name
-        self.capacity_tokens = capacity_tokens
-        self.delay_s = delay_s
-        self.version = 0
-        self.healthy = False
-        self.preemptions = 0
-        self.kv_usage = 0.0
-        self.dead = asyncio.Event()
-        self.entered: list[str] = []  # ids in order of entry
-        self.requests: list[Request] = []
-        self.released: list[str] = []
-        self.most = 0  # requests inside at once
-        self.policy = ScriptedPolicy(lambda prompt, rng: reply(prompt.tobytes()))
-        self._inside: dict[tuple[str, str], Request] = {}
-        self._boxes = Mailboxes(600.0)
-
-    async def start(self, version: int = 0) -> None:
-        self.version, self.healthy = version, True
-
-    async def close(self) -> None:
-        self.die("closed")
-
-    def die(self, reason: str) -> None:
-        self.healthy, self.reason = False, reason
-        for caller, name in list(self._inside):
-            request = self._inside.pop((caller, name))
-            self._boxes.put(caller, refused(request, f"EngineFailed: {reason}", self.name, retryable=True))
-        self.dead.set()
-
-    async def run_until_dead(self) -> str:
-        await self.dead.wait()
-        return self.reason
-
-    async def submit(self, caller: str, requests: Sequence[Request]) -> None:
-        for request in requests:
-            self.entered.append(request.id)
-            self.requests.append(request)
-            self._inside[caller, request.id] = request
-            self.most = max(self.most, len(self._inside))
-            if self.delay_s is not None:
-                asyncio.get_running_loop().call_later(self.delay_s, self.answer, request.id, caller)
-
-    def answer(self, name: str, caller: str = "w") -> None:
-        request = self._inside.pop((caller, name), None)
-        if request is not None:
-            self._boxes.put(caller, self.policy.answer(request, 0.0))
-
-    async def collect(self, caller: str, wait_s: float) -> list[Completion]:
-        return await self._boxes.take(caller, wait_s)
-
-    async def cancel(self, caller: str) -> int:
-        return len(await self.withdraw(caller, [name for owner, name in self._inside if owner == caller]))
-
-    async def withdraw(self, caller: str, names: Sequence[str]) -> list[str]:
-        return [name for name in names if self._inside.pop((caller, name), None) is not None]
-
-    async def release(self, sessions: Sequence[str]) -> None:
-        self.released += sessions
-
-    async def load_weights(self, weights: Weights, epoch: int) -> int:
-        self.version = weights.version
-        return self.version
-
-    async def checksums(self) -> dict[str, str]:
-        return {}
-
-    def stats(self) -> GeneratorHealth:
-        return GeneratorHealth(
-            name=self.name, instance="i", ready=self.healthy, version=self.version,
-            running=len(self._inside), kv_usage=self.kv_usage, preemptions=self.preemptions,
-        )  # fmt: skip
-
-
-def reply(prompt: bytes) -> list[int]:
-    """Ids that depend on the prompt alone: 4 to 11 letters, then the end of turn."""
-    seed = zlib.crc32(prompt)
-    return [40 + (seed >> shift) % 50 for shift in range(4 + seed % 8)] + [2]
-
-
-def request(name: str, session: str, tokens: int = 1000, growth: int = 100, **more: object) -> Request:
-    asked = Request(
-        id=name, prompt=pack_ids([5] * tokens), sampling=Sampling(max_tokens=growth, stop_ids=(2,)),
-        session=session, group=session.partition(".")[0],
-    )  # fmt: skip
-    return replace(asked, **more)
-
-
-@asynccontextmanager
-async def opened(
-    capacity: int = 3000, timeout_s: float = 5.0, delay_s: float | None = None, **settings: object
-) -> AsyncIterator[tuple[Gate, FakeEngine]]:
-    engine = FakeEngine(capacity, delay_s)
-    config = AdmissionConfig(**{"headroom": 0.0} | settings)  # type: ignore[arg-type]
-    gate = Gate(engine, config, timeout_s, prefill_tok_s=lambda: 1000.0)
-    await gate.start()
-    try:
-        yield gate, engine
-    finally:
-        await gate.close()
-
-
-async def answers(gate: Gate, count: int, caller: str = "w") -> dict[str, Completion]:
-    found: dict[str, Completion] = {}
-    async with asyncio.timeout(5):
-        while len(found) < count:
-            found |= {completion.id: completion for completion in await gate.collect(caller, 1.0)}
-    return found
-
-
-async def until(fact: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not fact():
-            await asyncio.sleep(0.005)
 
 
 async def test_requests_enter_as_places_become_free() -> None:
@@ -152,7 +27,7 @@ async def test_requests_enter_as_places_become_free() -> None:
         assert (health.capacity_tokens, health.promised_tokens) == (3000, 2200)
         engine.answer("0")
         assert (await answers(gate, 1))["0"].error == ""
-        await gate.release(["g0.0"])
+        await gate.release("w", ["g0.0"])
         assert engine.entered == ["0", "1", "2"] and engine.released == ["g0.0"]
 
 
@@ -201,7 +76,7 @@ async def test_no_place_in_time_is_answered_and_asked_again_without_counting() -
 async def test_the_router_does_not_count_a_missing_place_as_failure() -> None:
     async with opened(timeout_s=0.3, max_tasks=1) as (gate, engine):
         router = Router(
-            "w", GeneratorConfig(request_timeout_s=0.3, max_retries=0), lambda _: gate, gated=True
+            "w", GeneratorConfig(request_timeout_s=5.0, max_retries=0), lambda _: gate, gated=True
         )
         router.set_table(Table(epoch=1, generators=(GeneratorRow("g0", True, 0),)))
         first = asyncio.create_task(router.generate(request("a", "ga.0")))
@@ -237,19 +112,6 @@ async def test_a_task_goes_where_there_is_room() -> None:
         await router.aclose()
 
 
-async def test_a_parked_task_moves_to_a_generator_with_room() -> None:
-    async with opened(capacity=1300) as (gate, engine):
-        await gate.submit("w", [request("a", "ga.0")])
-        engine.answer("a")
-        await answers(gate, 1)
-        await gate.submit("w", [request("b", "gb.0")])  # takes the place of a
-        assert engine.entered == ["a", "b"] and gate.stats().parked == 1
-        await gate.submit("w", [request("a2", "ga.0", tokens=1050, elsewhere=5000)])
-        found = await answers(gate, 1)
-        assert found["a2"].error.startswith(NO_PLACE) and gate.moved == 1
-        assert gate.stats().resident == 1 and gate.stats().queued == 0  # it is not known here any more
-
-
 async def test_those_at_the_gate_are_told_when_the_engine_dies() -> None:
     async with opened() as (gate, engine):
         await gate.submit("w", [request(f"{n}", f"g{n}.0") for n in range(5)])
@@ -260,6 +122,17 @@ async def test_those_at_the_gate_are_told_when_the_engine_dies() -> None:
         )
         await gate.submit("w", [request("late", "g9.0")])
         assert "not running" in (await answers(gate, 1))["late"].error
+
+
+async def test_who_waits_while_nothing_runs_is_told_when_the_engine_dies() -> None:
+    async with opened(capacity=1300) as (gate, engine):
+        await gate.submit("w", [request("a", "ga.0", evaluation=True)])
+        engine.answer("a")
+        await answers(gate, 1)
+        await gate.submit("w", [request("b", "gb.0", evaluation=True)])
+        assert engine.entered == ["a"] and gate.stats().queued == 1
+        engine.die("out of memory")
+        assert "out of memory" in (await answers(gate, 1))["b"].error
 
 
 async def test_cancelling_a_caller_covers_the_gate() -> None:
@@ -283,16 +156,6 @@ async def test_new_weights_end_the_holds() -> None:
         assert engine.entered == ["a", "b"]
         assert await gate.load_weights(LOADED, 1) == 1
         assert engine.entered == ["a", "b", "c"]
-
-
-async def test_a_released_task_leaves_with_its_open_request() -> None:
-    async with opened() as (gate, engine):
-        await gate.submit("w", [request("a", "ga.0")])
-        await gate.release(["ga.0"])
-        assert gate.stats().resident == 1
-        engine.answer("a")
-        await answers(gate, 1)
-        assert gate.stats().resident == 0
 
 
 async def test_requests_without_a_session_are_tasks_of_one_turn() -> None:
@@ -388,6 +251,8 @@ async def test_parking_changes_no_id(tmp_path: Path) -> None:
     by_request, _, _ = await episodes(tmp_path / "r", "request", 10**6)
     by_task, engine, gate = await episodes(tmp_path / "t", "task", 2500)
     assert gate.figures is not None and gate.figures.parks > 20 and engine.most < 48
+    told = gate.stats()
+    assert told.parks == gate.figures.parks and 0 < told.resumes == gate.figures.resumes <= told.parks
     assert by_task.keys() == by_request.keys()
     for name, member in by_task.items():
         other = by_request[name]

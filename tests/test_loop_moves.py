@@ -1,6 +1,7 @@
 """The training loop at the barrier: moves that work or fail, ranks that are gone; nothing lost by any."""
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -174,7 +175,7 @@ class Job:
     def __init__(self, roles: Roles, script: dict[int, Callable[[], Barrier]], **sections: Any) -> None:
         run = {"steps": STEPS, "groups_per_step": 2, "group_size": 2, "max_lag": 20, "checkpoint_every": 100,
                "deadline_s": 20.0}  # fmt: skip
-        learner = {"start_timeout_s": 2.0, "micro_rows": 2}
+        learner = {"start_timeout_s": 2.0, "micro_rows": 2} | sections.get("learner", {})
         self.config = make_config(
             Path("/nowhere"),
             **sections | {"run": run | sections.get("run", {}), "learner": learner},
@@ -339,6 +340,81 @@ async def test_ranks_that_the_barrier_calls_lost_are_left_without_a_handover() -
     await job.train()
     assert job.worlds == [2, 2, 2, 1, 1, 1] and job.digests() == await fixed_digests()
     assert "gather" not in job.ranks[0].calls
+
+
+async def test_a_rank_that_is_lost_while_it_joins_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its node dies as the move begins: the old world goes on as soon as the controller knows."""
+    monkeypatch.setattr("learner.keeper.ROLES_POLL_S", 0.02)
+    job = Job(roles_of(1, [0]), {2: move_to(3, 2, [0, 3])}, learner={"start_timeout_s": 30.0})
+    job.ranks[3].gone = True
+
+    def roles(asked: int) -> Roles:
+        if job.controller.now.epoch == 2 and asked > 4:
+            job.controller.now = roles_of(3, [0], lost=[3])
+        return job.controller.now
+
+    job.controller.on_roles = roles
+    begun = time.monotonic()
+    await job.train()
+    assert time.monotonic() - begun < 10.0
+    (moved,) = job.moves
+    assert not moved.ok and "ranks [3] were taken away" in moved.error
+    assert job.worlds == [1] * STEPS and job.digests() == await fixed_digests()
+
+
+async def test_a_rank_that_is_lost_while_it_hands_over_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("learner.keeper.ROLES_POLL_S", 0.02)
+    job = Job(roles_of(1, [0, 1]), {2: move_to(3, 2, [0, 1, 3])})
+
+    async def hangs() -> Any:
+        job.ranks[1].gone = True
+        job.controller.now = roles_of(3, [0, 3], lost=[1])
+        await asyncio.Event().wait()
+
+    job.ranks[1].gather = hangs  # type: ignore[method-assign]
+    await job.train()
+    assert not job.moves[0].ok and "ranks [1] were taken away" in job.moves[0].error
+    assert job.worlds == [2] * STEPS and job.digests() == await fixed_digests()
+
+
+@pytest.mark.parametrize("version", [0, 2])
+async def test_a_loop_that_waits_for_data_comes_to_the_barrier_when_it_is_called(
+    version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only generator is lost: groups come again once a learner has become one."""
+    monkeypatch.setattr("learner.feed.LOOK_EVERY_S", 0.02)
+    job = Job(roles_of(1, [0, 1]), {})
+    loop, controller = job.loop(), job.controller
+    handed_over, give = asyncio.Event(), move_to(1, 2, [0], source="learner")
+    calls = 1 + (version > 0)  # the barrier of that step, if there was one, and again
+
+    async def barrier(facts: dict[str, Any]) -> Barrier:
+        controller.told.append(facts)
+        called = [told["step"] for told in controller.told].count(version) == calls
+        return give() if called and facts["step"] == version else Barrier(roles=controller.now)
+
+    async def moved(answer: Moved) -> None:
+        assert answer.ok and loop.group.numbers == [0]
+        controller.now = roles_of(2, [0])
+        handed_over.set()
+
+    def roles(asked: int) -> Roles:
+        waits = loop.version == version and not handed_over.is_set()
+        return replace(controller.now, awaited=waits)
+
+    controller.barrier, controller.moved, controller.on_roles = barrier, moved, roles  # type: ignore[method-assign]
+    await job.fill(2 * version)
+    running = asyncio.create_task(loop.run())
+    async with asyncio.timeout(20):
+        await handed_over.wait()
+        await job.fill(2 * (STEPS - version), 2 * version)
+        assert await running == STEPS
+    await loop.feed.stop()
+    assert job.worlds == [2] * version + [1] * (STEPS - version)
+    assert [facts["step"] for facts in controller.told].count(version) == calls
+    assert job.digests() == await fixed_digests()
 
 
 async def test_without_any_learner_the_loop_gives_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,14 @@ import math
 import re
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.config import build
 from cluster.metrics import (
     METRICS,
     FanOut,
@@ -23,6 +25,7 @@ from cluster.metrics import (
     samples,
     union,
 )
+from learner.measure import FROM_LOOP, Measure
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=8)
 
@@ -130,6 +133,22 @@ def test_steps_executed_again_replace_the_first(tmp_path: Path) -> None:
     found = read_steps(path)
     assert [entry["loss"] for entry in found] == [1.0, 20.0, 3.0]
     assert found[1]["eval_success"] == {"held-out": 0.5}
+
+
+def test_a_step_tells_what_became_of_tasks_since_the_one_before(tmp_path: Path) -> None:
+    config = build({"env": {"name": "coin"}, "model": {"path": "/nowhere"}})
+    measure = Measure(config, tmp_path / "metrics.jsonl")
+    metrics: dict[str, Any] = {**dict.fromkeys(FROM_LOOP, 1.0), "lag_hist": {}, "row_tokens": 1}
+    facts = {"generated_tokens": 0, "sync_s": 0.0, "generator_busy": [], "ranks": {}, "workers": {}}
+    tasks = {"resident": 4, "parked": 1, "queued": 0}
+    for step, (parked, moved) in enumerate(((5, 1), (9, 1), (2, 0)), start=1):  # the third: a new controller
+        counted = {"parked": parked, "resumed": 0, "moved": moved}
+        measure.step(step, metrics, {**facts, "tasks": tasks, "admission": counted})
+    measure.close()
+    steps = read_steps(tmp_path / "metrics.jsonl")
+    assert [step["admission_events"]["parked"] for step in steps] == [5, 4, 2]
+    assert [step["admission_events"]["moved"] for step in steps] == [1, 0, 0]
+    assert steps[0]["tasks"] == tasks
 
 
 def test_dashboard_shows_metrics_that_exist() -> None:

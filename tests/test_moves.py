@@ -16,14 +16,15 @@ TRACE = [
     planned(0, 100.0, "generator", "learner", predicted_s=0.8),
     {"event": "move_begun", "t": 108.0, "move": 0},
     {"event": "move_made", "t": 112.0, "move": 0, "parts": {"gather": 0.5, "regroup": 3.0, "total": 3.5}},
-    {"event": "move_done", "t": 112.2, "kind": "generator>learner", "seconds": 4.2, "cost_s": 5.0},
+    {"event": "move_done", "t": 112.2, "move": 0, "kind": "generator>learner", "seconds": 4.2, "cost_s": 5.0},
     planned(1, 130.0, "learner", "generator"),
     {"event": "move_undone", "t": 140.0, "move": 1, "error": "its actor was not ready"},
 ]
 SWITCHES = [
-    RECORD | {"move": "generator>learner", "step": 4, "realised_s": 0.7, "steps": 3, "void": ""},
-    RECORD | {"move": "learner>generator", "step": 9, "realised_s": None, "steps": 0, "void": "undone"},
-]
+    RECORD | {"id": 0, "move": "generator>learner", "step": 4, "realised_s": 0.7, "steps": 3, "void": ""},
+    RECORD | {"id": 1, "move": "learner>generator", "step": 9, "realised_s": None, "steps": 0,
+              "void": "undone"},
+]  # fmt: skip
 
 
 def test_a_move_has_its_times_parts_and_saving() -> None:
@@ -37,11 +38,14 @@ def test_a_move_has_its_times_parts_and_saving() -> None:
 
 
 def test_records_that_do_not_belong_to_the_trace_are_left_out() -> None:
-    assert [move["realised_s"] for move in moves_of(TRACE, SWITCHES[:1])] == [None, None]
+    assert [move["realised_s"] for move in moves_of(TRACE, SWITCHES[:1])] == [0.7, None]
+    other = [SWITCHES[0] | {"move": "scorer>learner"}]
+    assert [move["realised_s"] for move in moves_of(TRACE, other)] == [None, None]
     assert moves_of(TRACE, [])[0]["state"] == "done"
     assert moves_of(TRACE[4:], SWITCHES)[0]["step"] == 9, "the records of an earlier run come first"
-    late = [{"event": "move_done", "t": 1.0, "kind": "generator>learner", "seconds": 1.0}]
-    assert moves_of(late, []) == []
+    late = {"event": "move_done", "t": 131.0, "move": 0, "kind": "generator>learner", "seconds": 1.0}
+    assert moves_of([late], []) == []
+    assert moves_of([*TRACE[4:5], late], [])[0]["state"] == "planned", "the end of an earlier move"
 
 
 def test_lines_say_what_happened() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import StreamFailed
+from cluster.link import without_password
 from cluster.memory import MemoryQueue
 from cluster.ports import Queue
-from cluster.stream import RedisQueue, without_password
+from cluster.stream import RedisQueue
 from cluster.types import (
     Call,
     End,
@@ -98,9 +100,9 @@ def fresh(url: str, **more: Any) -> RedisQueue:
 
 @pytest.fixture(params=["memory", "redis"])
 async def queue(request: pytest.FixtureRequest) -> AsyncIterator[Queue]:
-    made: Queue = MemoryQueue()
+    made: Queue = MemoryQueue(notices=True)
     if request.param == "redis":
-        made = fresh(request.getfixturevalue("valkey_url"))
+        made = fresh(request.getfixturevalue("valkey_url"), notices=True)
     yield made
     await made.aclose()
 
@@ -341,6 +343,84 @@ async def test_text_that_utf8_cannot_carry_is_stored_sanitised(queue: Queue) -> 
     assert (await queue.ledger()).failed == {"env\ufffd": 1}
 
 
+async def heard(queue: Queue, after: str = "", count: int = 1000) -> tuple[str, list[str]]:
+    """What is told at once, as ``a.0 turn 0`` or ``a.0 end``, with the attempt if it is not the first."""
+    place, found = await queue.news(after, count, 0.0)
+    told = []
+    for record in found:
+        what = f"turn {record.turn.turn}" if isinstance(record, Segment) else "end"
+        told.append(f"{record.trajectory} {what}" + f" again {record.attempt}" * (record.attempt > 0))
+    return place, told
+
+
+async def test_news_are_told_in_order(queue: Queue) -> None:
+    assert await queue.news("", 5, 0.0) == ("", [])
+    await queue.admit(order("a"))
+    sent = [segment("a", 0), segment("a", 1), segment("a", 0, 1, text="whole")]
+    await queue.append(sent[:2])
+    await queue.append([segment("a", 0), segment("a", 1, text="other"), sent[2]])  # repeats tell nothing
+    place, found = await queue.news("", 2, 0.0)
+    assert found == sent[:2]
+    last, found = await queue.news(place, 5, 0.0)
+    assert found == sent[2:]
+    assert await queue.news(last, 5, 0.0) == (last, [])
+    assert (await queue.news("", 5, 0.0))[1] == sent  # a reader that starts again hears them again
+    ends = [end("a", m, turns=2 - m) for m in range(2)]
+    await queue.end(ends)
+    assert await queue.ready("a", 0, 1)
+    assert (await queue.news(last, 5, 0.0))[1] == ends
+    await check(queue)
+
+
+async def test_a_reader_of_news_waits_and_wakes(queue: Queue) -> None:
+    await queue.admit(order("a"))
+    begun = time.monotonic()
+    assert await queue.news("", 5, 0.2) == ("", [])
+    assert 0.15 < time.monotonic() - begun < 2.0
+    waiting = asyncio.create_task(queue.news("", 5, 10.0))
+    await asyncio.sleep(0.1)
+    await queue.append([segment("a", 1)])
+    assert (await asyncio.wait_for(waiting, 2.0))[1] == [segment("a", 1)]
+
+
+async def test_turns_that_nobody_will_train_are_no_news(queue: Queue) -> None:
+    await queue.admit(order("a"))
+    for group in "bcd":
+        await queue.admit(order(group, 1))
+        await queue.append([segment(group, 0)])
+        await queue.end([end(group, 0, turns=1)])
+        assert await queue.ready(group, 0, 1)
+    await queue.append([segment("a", 0), segment("a", 1)])
+    await queue.end([end("a", 1, spec=FAILED)])
+    await queue.commit(step_of(1, "b", size=1))
+    await queue.close(["c"], "lag")
+    place, found = await heard(queue)
+    assert found == ["b.0 end", "d.0 turn 0", "d.0 end", "a.0 turn 0", "a.1 end"]
+    await queue.reorder(order("a", attempt=1))
+    assert (await heard(queue))[1] == ["b.0 end", "d.0 turn 0", "d.0 end", "a.1 end"]  # the first one is gone
+    await queue.append([segment("a", 0, attempt=1)])
+    assert (await heard(queue, place))[1] == ["a.0 turn 0 again 1"]
+    await check(queue)
+
+
+async def test_old_notices_are_forgotten(queue: Queue) -> None:
+    """The stream of notices is bounded; what it carried is not touched."""
+    kept = 200
+    if isinstance(queue, RedisQueue):
+        queue._notices = kept
+    else:
+        queue._notices = deque(maxlen=kept)  # type: ignore[attr-defined]
+    await queue.admit(order("a", 1))
+    for first in range(0, 1000, 100):
+        await queue.append([segment("a", 0, turn) for turn in range(first, first + 100)])
+    found = (await heard(queue))[1]
+    assert kept <= len(found) <= kept + 200  # a server trims by whole blocks
+    assert found == [f"a.0 turn {turn}" for turn in range(1000 - len(found), 1000)]
+    await queue.end([end("a", 0, turns=1000)])
+    assert await queue.ready("a", 0, 1)
+    assert len((await queue.load(["a"]))[0].members[0].turns) == 1000
+
+
 async def test_facts(queue: Queue) -> None:
     assert await queue.get("cursor") is None
     await queue.put("cursor", b"\x00\xff")
@@ -398,7 +478,12 @@ ACTIONS: st.SearchStrategy[Action] = st.one_of(
     st.builds(lambda s: lambda q: q.release(s), STEPS),
     st.builds(lambda s: lambda q: q.rewind(s), st.integers(0, 3)),
     st.builds(lambda g: lambda q: q.load([g]), GROUPS),
+    st.builds(lambda: lambda q: heard_now(q)),
 )
+
+
+async def heard_now(queue: Queue) -> list[Segment | End]:
+    return (await queue.news("", 1000, 0.0))[1]
 
 
 async def outcome(action: Action, queue: Queue) -> Any:
@@ -424,7 +509,7 @@ async def facts_of(queue: Queue) -> Any:
 )
 @given(actions=st.lists(ACTIONS, min_size=5, max_size=25))
 async def test_random_orders_conserve_and_agree(valkey_url: str, actions: Sequence[Action]) -> None:
-    model, real = MemoryQueue(), fresh(valkey_url)
+    model, real = MemoryQueue(notices=True), fresh(valkey_url, notices=True)
     try:
         for action in actions:
             assert await outcome(action, real) == await outcome(action, model)
@@ -455,6 +540,27 @@ async def test_wire_bytes_are_msgpack(valkey_url: str) -> None:
     with pytest.raises(ValueError, match=r"trajectory:a\.1 turn:0:1 is damaged"):
         await queue.load(["a"])
     client.close()
+    await queue.aclose()
+
+
+async def test_without_readers_no_notice_is_written(valkey_url: str) -> None:
+    queue = fresh(valkey_url)
+    await finish(queue, "a")
+    client, base = keys_of(valkey_url, queue)
+    assert not client.exists(f"{base}news")
+    client.close()
+    assert await queue.news("", 5, 0.0) == ("", [])
+    await queue.aclose()
+
+
+async def test_a_damaged_segment_is_named(valkey_url: str) -> None:
+    queue = fresh(valkey_url, notices=True)
+    await finish(queue, "a")
+    client, base = keys_of(valkey_url, queue)
+    client.hset(f"{base}trajectory:a.1", "turn:0:1", b"\x01broken")
+    client.close()
+    with pytest.raises(ValueError, match=r"trajectory:a\.1 turn:0:1 is damaged"):
+        await queue.news("", 10, 0.0)
     await queue.aclose()
 
 
@@ -637,6 +743,35 @@ async def test_writes_through_a_kill_are_all_there(tmp_path: Path) -> None:
         await check(queue)
     finally:
         await queue.aclose()
+        server.stop()
+
+
+async def test_a_reader_of_news_outlives_the_server(tmp_path: Path) -> None:
+    """Even if the server forgets every notice: those appended or replayed afterwards are told."""
+    server = ValkeyServer(tmp_path, fsync="no")
+    server.start()
+    controller, worker, reader = (RedisQueue(server.url, "test", "run", notices=True) for _ in range(3))
+    try:
+        await controller.admit(order("a"))
+        await worker.append([segment("a", 0)])
+        place, found = await reader.news("", 5, 1.0)
+        assert found == [segment("a", 0)]
+        waiting = asyncio.create_task(reader.news(place, 5, 20.0))
+        server.kill()
+        forget(tmp_path)
+        server.restart()
+        await controller.connect()
+        await worker.append([segment("a", 0, 1)])
+        place, found = await asyncio.wait_for(waiting, 10.0)
+        while segment("a", 0, 1) not in found:  # the replayed one may come first
+            place, more = await reader.news(place, 5, 5.0)
+            assert more
+            found += more
+        assert len(found) <= 2
+        await check(controller)
+    finally:
+        for queue in (controller, worker, reader):
+            await queue.aclose()
         server.stop()
 
 

@@ -9,10 +9,10 @@ from learner_tiny import make_config
 from test_controller import config, pull, running, two, weights
 
 from cluster import codec
-from cluster.controller import FORGOTTEN_S
 from cluster.errors import LearnerLost
 from cluster.memory import MemoryQueue
 from cluster.messages import EvalEpisode
+from cluster.orders import FORGOTTEN_S
 from cluster.types import Weights
 from learner.group import FRESH, UNUSABLE, LearnerGroup
 from learner.state import Gathered, State

@@ -11,9 +11,15 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from cluster.config import build
+from cluster.controller import Controller
+from cluster.memory import MemoryQueue
 from cluster.metrics import JsonlSink
+from cluster.types import Task
 from deploy.report import draw_lag, draw_ledger, draw_reward, draw_waits, smoothed, write_report
-from deploy.view import View, duration, ledger_line, number, sparkline
+from deploy.report_tide import draw_tasks
+from deploy.view import View, duration, ledger_line, number, sparkline, tasks_line, view_status
+from learner.measure import FROM_LOOP, Measure
 
 LEDGER = {"admitted": 100, "pending": 0, "trained": 90, "dropped": {"stale": 6}, "failed": {"env": 4}}
 
@@ -81,6 +87,74 @@ def test_drawings_show_the_numbers() -> None:
     }  # fmt: skip
 
 
+def test_parked_tasks_are_drawn_if_there_were_any(tmp_path: Path) -> None:
+    records = [{"step": n, "admission_events": {"parked": n, "resumed": 1.0, "moved": 0}} for n in (1, 2)]
+    axes = Figure().subplots()
+    draw_tasks(axes, [*records, {"step": 3}])
+    lines = {str(line.get_label()): list(line.get_ydata()) for line in axes.lines}
+    assert lines == {"parked (3)": [1, 2, 0], "resumed (2)": [1, 1, 0], "moved (0)": [0, 0, 0]}
+    plain = write_report(run_folder(tmp_path, 3)).read_bytes()
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink.record(2, {"admission_events": {"parked": 4, "resumed": 0, "moved": 0}})
+    sink.close()
+    heights = [struct.unpack(">II", raw[16:24])[1] for raw in (plain, write_report(tmp_path).read_bytes())]
+    assert heights[1] > heights[0], "a row more"
+
+
+def test_the_view_tells_of_tasks_and_their_places() -> None:
+    tasks = {"resident": 12, "parked": 3, "queued": 0}
+    status = {
+        "step": {}, "generators": {}, "version": 1, "ready_depth": 0, "open_groups": 2, "ledger": LEDGER,
+        "tasks": tasks, "admission": {"parked": 40, "resumed": 37, "moved": 2},
+        "roles": {"ranks": {"0": "learner"}, "move": None, "target": {}, "switches": []},
+    }  # fmt: skip
+    config = build({"env": {"name": "coin"}, "model": {"path": "/nowhere"}})
+    line = "12 resident, 3 parked, 0 queued; in all 40 parked, 37 resumed, 2 moved"
+    for terminal in (True, False):
+        shown, out = view(terminal, lambda: 0.0)
+        with shown:
+            shown.update(view_status(status, config))
+        assert line in out.getvalue()
+    assert tasks_line(dict.fromkeys(tasks, 0), {"parked": 0}) == "", "a job of requests has none"
+
+
+async def test_the_view_shows_what_the_controller_was_told_of_a_step(tmp_path: Path) -> None:
+    config = build({"env": {"name": "coin"}, "model": {"path": "/nowhere"}})
+    measure = Measure(config, tmp_path / "metrics.jsonl")
+    metrics: dict[str, Any] = {**dict.fromkeys(FROM_LOOP, 1.0), "lag_hist": {}, "row_tokens": 64.0}
+    metrics |= {"mismatch_max_log_ratio": 0.125, "trained_tokens": 64.0, "loss": 0.5, "grad_norm": 2.0}
+    metrics["reward"] = {"outcome": 0.25}
+    metrics["wait_twt_s"] = {"data": 1.5, "signal": 0.25}
+    tasks = [Task(id="t", env="coin", seed=1)]
+    controller = Controller(config, MemoryQueue(), lambda split, n: tasks[0], {}, lambda *_: None)
+    facts = await controller.step_facts({"step": 3})
+    facts |= {"rwt": {"weights": 0.75}, "generated_tokens": 640, "sync_s": 0.0}
+    controller.measured(3, measure.step(3, metrics, facts))
+    measure.close()
+    out = io.StringIO()
+    shown = View("t", 10, Console(file=out, force_terminal=True, width=120, color_system=None))
+    with shown:
+        shown.update(view_status(await controller.status(), config))
+    text = out.getvalue()
+    for label in ("goodput", "sampled", "waits", "mismatch", "loss", "grad", "lag", "reward", "success"):
+        line = next(line for line in text.splitlines() if f" {label} " in line)
+        assert not line.split(f" {label} ")[1].lstrip().startswith("- "), line
+    assert "RWT 0.75 s, TWT 1.75 s" in text and "max |log ratio| 0.125" in text
+
+
+def test_a_resumed_run_shows_where_it_stands_and_its_own_pace() -> None:
+    now = [0.0]
+    shown, _ = view(True, lambda: now[0], steps=40)
+    with shown:
+        shown.update({"step": 0})
+        now[0] = 20.0  # the feeder has read the checkpoint
+        shown.update({"step": 29})
+        assert shown.eta_s(now[0]) is None
+        now[0] = 22.0
+        shown.update({"step": 30, "reward": 0.5})
+        assert shown.eta_s(now[0]) == pytest.approx(20.0)
+
+
 def test_smoothed_skips_what_is_missing() -> None:
     found = smoothed([math.nan, 1.0, 3.0, math.nan, 5.0], window=2)
     assert math.isnan(found[0])
@@ -138,7 +212,7 @@ def test_eta_needs_a_step_and_shrinks() -> None:
     shown.update({"step": 2})  # resumed at step 2: earlier steps do not count for the pace
     assert shown.eta_s(now[0]) is None
     now[0] += 8
-    shown.update({"step": 4})
+    shown.update({"step": 4, "reward": 0.5})
     assert shown.eta_s(now[0]) == pytest.approx(24)
 
 

@@ -20,6 +20,7 @@ from cluster.roles import RoleMap
 
 COSTS = {"generator>learner": 0.01, "learner>generator": 0.01, "generator>scorer": 0.01,
          "scorer>generator": 0.01}  # fmt: skip
+LIFE = ("move_planned", "move_begun", "move_made", "move_done")
 SCORING = {"objective": {"kl_coef": 0.1}}
 
 
@@ -113,6 +114,11 @@ class Job:
             await asyncio.sleep(0.01)
         assert {r.name for r in self.controller.table().generators} == set(names)
 
+    async def table_is_ill(self) -> None:
+        """Waits until no generator is healthy."""
+        while any(row.healthy for row in self.controller.table().generators):
+            await asyncio.sleep(0.01)
+
     def names(self) -> list[str]:
         return [event for event, _ in self.events if event.startswith(("move", "ranks"))]
 
@@ -169,17 +175,23 @@ async def test_a_learner_becomes_a_generator_and_comes_back() -> None:
         assert job.counts() == {"generator": 3, "learner": 1}
         await job.controller.moved(Moved(move=move.id, ok=False, error="late"))
         assert job.counts() == {"generator": 3, "learner": 1}, "an answer to an old move is ignored"
+        ignored = next(fields for event, fields in job.events if event == "move_report_ignored")
+        assert ignored == {"move": move.id, "ok": False, "why": "no move is committed: the map is settled"}
 
         await job.controller.scale(learners=2)
         back = (await job.until_move()).move
         assert back is not None and (back.source, back.target) == ("generator", "learner")
         left = job.controller.elastic.name("generator", back.rank)
         assert left not in {row.name for row in job.controller.table().generators}, "left before the resize"
+        for ok in (True, False):
+            await job.controller.moved(Moved(move=move.id, ok=ok))
+            assert (await job.journal()).move == back, "a late report is not taken for the present move"
         await job.controller.moved(Moved(move=back.id, ok=True))
         assert job.counts() == {"generator": 2, "learner": 2}
-        assert job.names() == ["move_planned", "move_begun", "move_made", "move_done"] * 2
+        told = [(event, fields["move"]) for event, fields in job.events if event in LIFE]
+        assert told == [(event, made.id) for made in (move, back) for event in LIFE]
         switches = (await job.controller.status())["roles"]["switches"]
-        assert [line["state"] for line in switches] == ["done", "done"]
+        assert [(line["id"], line["state"]) for line in switches] == [(move.id, "done"), (back.id, "done")]
         assert all(line["cost_s"] >= 0 for line in switches)
         metrics = (await job.controller.step_facts({"step": job.step}))["switches"]
         assert set(metrics["switch_seconds"]) == {"learner>generator", "generator>learner"}
@@ -206,6 +218,7 @@ async def test_a_failed_resize_is_undone_and_the_generator_is_back() -> None:
 async def test_a_new_role_that_never_gets_ready_is_given_up() -> None:
     settings = config(elastic={"prepare_timeout_s": 0.3})
     async with running(settings) as job:
+        await job.table("generator-0", "generator-1")
         job.unready.add("learner-3")
         await job.controller.scale(learners=3)
         await job.barrier()
@@ -231,14 +244,15 @@ async def test_a_restart_in_every_phase_finishes_or_undoes_the_move(source: str,
         await job.controller.scale(**target)
         await job.barrier()
         await job.barrier()
-        assert (await job.journal()).phase == "planned"
+        planned = (await job.journal()).move
+        assert (await job.journal()).phase == "planned" and planned is not None
         await job.kill()
         await job.start()
         assert job.controller.elastic.map.phase == "planned"
         assert member in (await job.controller.wanted()).actors, "the driver still has to make it"
         job.unready.clear()
         move = (await job.until_move()).move
-        assert move is not None
+        assert move is not None and move.id == planned.id, "it had its time anew"
 
         await job.kill()
         await job.start()

@@ -1,5 +1,6 @@
 """The role map: every way through the life of a move, with ranks that come and go."""
 
+from contextlib import suppress
 from typing import Any
 
 import msgpack
@@ -60,18 +61,18 @@ EVENTS = st.lists(
 
 def apply(roles: RoleMap, event: tuple[str, int, str]) -> RoleMap:
     name, rank, role = event
-    epoch = roles.epoch + 1
+    epoch, move = roles.epoch + 1, roles.moves - 1
     if name == "plan":
         return roles.plan(rank, role, "why", 1.5, 2.0)
     if name == "commit":
-        return roles.commit(epoch)
+        return roles.commit(move, epoch)
     if name == "undo":
-        return roles.undo(epoch)
+        return roles.undo(move, epoch)
     if name == "lose":
         return roles.lose([rank], epoch)
     if name == "join":
         return roles.join([RankRow(rank, "learner", "node")], epoch)
-    return roles.cancel() if name == "cancel" else roles.finish()
+    return roles.cancel(move) if name == "cancel" else roles.finish(move)
 
 
 @settings(max_examples=200)
@@ -111,21 +112,46 @@ def test_every_reachable_state_is_sound_and_survives_the_journal(events: list[tu
         assert msgpack.unpackb(roles.encode()[1:])["epoch"] == roles.epoch
 
 
+@settings(max_examples=200)
+@given(events=EVENTS, late=st.integers(0, 30))
+def test_only_the_move_under_way_can_end(events: list[tuple[str, int, str]], late: int) -> None:
+    """A report that names a move which ended, in whatever way, changes nothing; ids are never used twice."""
+    roles = RoleMap.first(config(), 1)
+    seen: list[int] = []
+    for event in events:
+        with suppress(ValueError):
+            after = apply(roles, event)
+            if after.move is not None and roles.move is None:
+                assert after.move.id not in seen
+                seen.append(after.move.id)
+            roles = after
+        waits = roles.move.id if roles.move is not None and roles.phase == "committed" else None
+        for move in {late, *seen, *(i + 1 for i in seen)}:
+            assert (roles.refuses(move) == "") is (move == waits)
+            if roles.move is not None and roles.move.id != move:
+                refused = f"move {move} is not under way: move {roles.move.id} is"
+                plain, other = {"planned": ("cancel", "commit"), "committed": ("finish", "undo")}[roles.phase]
+                with pytest.raises(ValueError, match=refused):
+                    getattr(roles, plain)(move)
+                with pytest.raises(ValueError, match=refused):
+                    getattr(roles, other)(move, roles.epoch + 1)
+
+
 def test_undo_restores_and_a_committed_rank_serves_nobody() -> None:
     first = RoleMap.first(config(), 5)
-    committed = first.plan(1, "generator").commit(6)
+    committed = first.plan(1, "generator").commit(0, 6)
     assert committed.of("generator") == [1, 2, 3, 4]
     assert committed.serving("generator") == [2, 3, 4], "not before it is finished"
     assert committed.serving("learner") == [0]
     assert committed.touches_learners
-    assert committed.undo(7).ranks == first.ranks
-    assert committed.finish().serving("generator") == [1, 2, 3, 4]
-    assert first.plan(1, "generator").cancel().ranks == first.ranks
+    assert committed.undo(0, 7).ranks == first.ranks
+    assert committed.finish(0).serving("generator") == [1, 2, 3, 4]
+    assert first.plan(1, "generator").cancel(0).ranks == first.ranks
 
 
 def test_a_lost_rank_takes_its_move_with_it_and_comes_back_as_a_spare() -> None:
     first = RoleMap.first(config(), 1)
-    for half in (first.plan(1, "generator"), first.plan(1, "generator").commit(2)):
+    for half in (first.plan(1, "generator"), first.plan(1, "generator").commit(0, 2)):
         gone = half.lose([1, 5], 9)
         assert (gone.move, gone.epoch) == (None, 9)
         assert gone.counts() == {"generator": 3, "scorer": 0, "learner": 1, "spare": 0}
@@ -149,6 +175,6 @@ def test_what_cannot_be_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="move 0 of rank 0 is under way"):
         roles.plan(0, "generator").plan(1, "generator")
     with pytest.raises(ValueError, match="no move is committed: the map is planned"):
-        roles.plan(0, "generator").finish()
+        roles.plan(0, "generator").finish(0)
     with pytest.raises(ValueError, match="epoch 1 is not newer than 1"):
-        roles.plan(0, "generator").commit(1)
+        roles.plan(0, "generator").commit(0, 1)

@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
+from fake_engine import until
 from msgspec.structs import replace
 
 from actors.router import Router
@@ -41,7 +42,7 @@ class Altering(ScriptedGenerator):
         super().__init__(ScriptedPolicy(lambda prompt, rng: [9, 2]))
         self.alter = alter
 
-    async def collect(self, caller: str, wait_s: float) -> list[Completion]:
+    async def collect(self, caller: str, wait_s: float, elsewhere: int = 0) -> list[Completion]:
         return [self.alter(completion) for completion in await super().collect(caller, wait_s)]
 
 
@@ -67,7 +68,7 @@ class LosingPolls(ScriptedGenerator):
 
     polls = 0
 
-    async def collect(self, caller: str, wait_s: float) -> list[Completion]:
+    async def collect(self, caller: str, wait_s: float, elsewhere: int = 0) -> list[Completion]:
         self.polls += 1
         found = await super().collect(caller, wait_s)
         if self.polls == 1:
@@ -218,8 +219,7 @@ async def test_requests_at_a_generator_that_left_move_at_once(make: Make) -> Non
     slow, alive = scripted(delay_s=30.0), scripted()
     router = make({"a": slow, "b": alive}, replace(CONFIG, request_timeout_s=20.0))
     waiting = asyncio.create_task(router.generate(request("r")))
-    await asyncio.sleep(0.05)
-    assert len(slow.policy.requests) == 1
+    await until(lambda: len(slow.policy.requests) == 1)
     router.set_table(table(2, "b"))
     async with asyncio.timeout(2):
         await waiting
@@ -262,13 +262,12 @@ async def test_a_session_that_moves_gives_up_its_place_where_it_was() -> None:
     router.set_table(Table(epoch=1, generators=rows))
     await router.generate(request("r0"))
     assert len(generators["a"].policy.requests) == 1  # most room
-    assert generators["a"].policy.requests[0].elsewhere == 500
+    assert generators["a"].policy.requests[0].mobile
     router.set_table(table(2, "a", "b", unhealthy=["a"]))
     await router.generate(request("r1"))
     assert len(generators["b"].policy.requests) == 1
     router.forget("g0.0")
-    await asyncio.sleep(0.05)
-    assert generators["a"].released == generators["b"].released == ["g0.0"]
+    await until(lambda: generators["a"].released == generators["b"].released == ["g0.0"])
     await router.aclose()
 
 
@@ -279,3 +278,76 @@ async def test_nothing_is_told_to_generators_that_admit_by_request(make: Make) -
     router.forget("g0.0")
     await asyncio.sleep(0.05)
     assert generator.released == [] and generator.policy.requests[0] == request("r0")
+
+
+class Heard(ScriptedGenerator):
+    """Writes down what it is told, in order; a release takes its time."""
+
+    def __init__(self, delay_s: float = 0.0) -> None:
+        super().__init__(ScriptedPolicy(lambda prompt, rng: [9, 2], delay_s=delay_s))
+        self.heard: list[str] = []
+        self.rooms: list[int] = []
+
+    async def submit(self, caller: str, requests: Sequence[Request]) -> None:
+        self.heard += [request.id for request in requests]
+        await super().submit(caller, requests)
+
+    async def collect(self, caller: str, wait_s: float, elsewhere: int = 0) -> list[Completion]:
+        self.rooms.append(elsewhere)
+        return await super().collect(caller, min(wait_s, 0.02), elsewhere)
+
+    async def release(self, caller: str, sessions: Sequence[str]) -> None:
+        await asyncio.sleep(0.05)
+        self.heard += [f"{caller} left {session}" for session in sessions]
+
+
+def rooms(epoch: int, *rows: tuple[str, int, int]) -> Table:
+    """Rows of (name, free tokens, number of the report)."""
+    return Table(
+        epoch=epoch, generators=tuple(GeneratorRow(name, True, 0, free, n) for name, free, n in rows)
+    )
+
+
+async def test_a_new_report_counts_even_if_it_says_the_same_and_an_old_one_does_not() -> None:
+    router = Router("w0", CONFIG, lambda name: scripted(), gated=True)
+    router.set_table(rooms(1, ("a", 1000, 1)))
+    await router.generate(request("r0"))
+    lane = router._lanes["a"]
+    assert lane.room == 1000 - 3 - 8
+    router.set_table(rooms(2, ("a", 1000, 1)))
+    assert lane.room == 1000 - 3 - 8, "the table repeats the report from before"
+    router.set_table(rooms(2, ("a", 1000, 2)))
+    assert lane.room == 1000
+    await router.aclose()
+
+
+async def test_each_poll_tells_the_room_elsewhere_as_it_is_now() -> None:
+    free = {"a": 5000, "b": 300, "c": 700}
+    generators = {"a": Heard(delay_s=2.0), "b": Heard(), "c": Heard()}
+    router = Router("w0", CONFIG, lambda name: generators[name], gated=True)
+    router.set_table(rooms(1, ("a", 5000, 1), ("b", 0, 1), ("c", 0, 1)))
+    waiting = asyncio.create_task(router.generate(request("r0")))
+    told = generators["a"].rooms
+    await until(lambda: told[-1:] == [0])
+    router.set_table(rooms(2, ("a", 5000, 2), ("b", 300, 2), ("c", 700, 2)))
+    await until(lambda: told[-1] == 700)
+    router.set_table(
+        Table(epoch=3, generators=tuple(GeneratorRow(n, n != "c", 0, f, 3) for n, f in free.items()))
+    )
+    await until(lambda: told[-1] == 300)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    await router.aclose()
+
+
+async def test_a_session_that_comes_back_asks_after_it_has_left() -> None:
+    generator = Heard()
+    router = Router("w0", CONFIG, lambda name: generator, gated=True)
+    router.set_table(rooms(1, ("a", 1000, 1)))
+    for attempt in range(2):  # the release waits for others, then it is under way
+        await router.generate(request(f"r{attempt}"))
+        router.forget("g0.0")
+        await asyncio.sleep(0.03 * attempt)
+    await router.generate(request("r2"))
+    assert generator.heard == ["r0", "w0 left g0.0", "r1", "w0 left g0.0", "r2"]
+    await router.aclose()

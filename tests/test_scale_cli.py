@@ -33,10 +33,26 @@ def said(capsys: pytest.CaptureFixture[str], words: list[str]) -> str:
     return lines[0].removeprefix("springtide: config: ")
 
 
-def test_an_unknown_run_names_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_folder(tmp_path)
-    line = said(capsys, [str(tmp_path / "coin-2"), "--generators", "2"])
-    assert line.startswith(f"{tmp_path}/coin-2 is no run folder") and "did you mean 'coin-1'?" in line
+def test_an_unknown_run_names_the_nearest_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_folder(tmp_path / "runs", "coin-20261129-1")  # has ended
+    line = said(capsys, ["coin", "--show"])
+    nothing = f"{tmp_path}/coin is no run folder: it has no config.json; no job runs in "
+    assert line == f"{nothing}{tmp_path} or {tmp_path}/runs"
+    for name in ("coin-20261130-1", "coin-20261130-2", "lake-20261130-1"):
+        run_folder(tmp_path / "runs", name).write_job({})
+    assert said(capsys, ["coin", "--show"]).endswith("(did you mean runs/coin-20261130-2?)")
+    assert said(capsys, ["runs/cion-20261130-1", "--auto"]).endswith("(did you mean runs/coin-20261130-1?)")
+    jobs = "runs/coin-20261130-1, runs/coin-20261130-2, runs/lake-20261130-1"
+    assert said(capsys, [str(tmp_path / "xyz"), "--learners", "2"]).endswith(f"(running jobs: {jobs})")
+
+
+def test_help_says_how_long_it_waits(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["scale", "--help"])
+    assert "default: 900 s" in capsys.readouterr().out
 
 
 def test_a_run_that_has_ended_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

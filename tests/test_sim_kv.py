@@ -29,39 +29,39 @@ def test_another_salt_never_hits() -> None:
 
 def test_the_first_prompt_of_a_group_lies_there_once() -> None:
     cache = PrefixCache()
-    cache.pin_root("g", 0, 10)
-    cache.pin_root("g", 0, 10)
-    assert cache.unpin_root("g", 0) == 0  # a member still runs
+    root = cache.pin_root("g", 0, 10)
+    assert cache.pin_root("g", 0, 10) is root
+    assert cache.unpin(root) == 0  # a member still runs
     assert cache.blocks == 0
-    assert cache.unpin_root("g", 0) == 10
+    assert cache.unpin(root) == 10
     assert cache.blocks == 10
     cache.store("g.0", 0, 3)
     cache.evict(8)  # the root was used before g.0's own blocks were stored
-    assert cache.root("g", 0) == 5
-    cache.pin_root("g", 0, 10)
-    assert (cache.root("g", 0), cache.blocks, cache.root_pinned("g", 0)) == (10, 3, True)
+    assert cache.root("g", 0) is root and root.blocks == 5
+    assert cache.pin_root("g", 0, 10) is root
+    assert (root.blocks, root.pins, cache.blocks) == (10, 1, 3)
 
 
 def test_a_sync_clears_all_that_is_not_pinned() -> None:
     cache = PrefixCache()
-    cache.pin_root("g", 0, 4)
-    cache.pin_root("h", 0, 4)
-    cache.unpin_root("h", 0)
+    root = cache.pin_root("g", 0, 4)
+    cache.unpin(cache.pin_root("h", 0, 4))
     cache.store("h.1", 0, 2)
     cache.clear()
-    assert (cache.blocks, cache.root("g", 0), cache.root("h", 0), cache.own("h.1", 0)) == (0, 4, 0, 0)
-    assert cache.unpin_root("g", 0, keep=False) == 4
-    assert cache.root("g", 0) == 0
+    assert (cache.blocks, cache.root("g", 0), root.blocks, cache.root("h", 0)) == (0, root, 4, None)
+    assert cache.own("h.1", 0) == 0
+    assert cache.unpin(root, keep=False) == 4
+    assert cache.root("g", 0) is None
 
 
 def test_an_ended_group_gives_its_root_back() -> None:
     cache = PrefixCache()
-    cache.pin_root("g", 0, 4)
+    root = cache.pin_root("g", 0, 4)
     cache.drop_root("g", 0)  # pinned: stays
-    assert cache.root("g", 0) == 4
-    cache.unpin_root("g", 0)
+    assert cache.root("g", 0) is root
+    cache.unpin(root)
     cache.drop_root("g", 0)
-    assert (cache.blocks, cache.root("g", 0), len(cache)) == (0, 0, 0)
+    assert (cache.blocks, cache.root("g", 0), len(cache)) == (0, None, 0)
 
 
 Step = tuple[str, int, int, int]

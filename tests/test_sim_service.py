@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.sim.engine_request import EngineRequest
 from cluster.sim.profile import GeneratorProfile
-from cluster.sim.service import Done, GeneratorModel
+from cluster.sim.service import GeneratorModel
 
 PLAIN = GeneratorProfile(
     kv_tokens=100_000,
@@ -22,9 +23,9 @@ PLAIN = GeneratorProfile(
 )
 
 
-def drain(model: GeneratorModel, until: float = math.inf) -> list[Done]:
+def drain(model: GeneratorModel, until: float = math.inf) -> list[EngineRequest]:
     """Let it run dry (or until a time)."""
-    done: list[Done] = []
+    done: list[EngineRequest] = []
     while model.next_event() <= until and model.next_event() < math.inf:
         done += model.advance(model.next_event())
     return done
@@ -278,7 +279,7 @@ def test_like_the_slow_model(todo: list[Arrival], memory: int, seqs: int, share:
         step_seq_s=0.002, step_ctx_s=1e-4, prefill_share=share,
     )  # fmt: skip
     fast, slow = GeneratorModel(profile), Slow(profile)
-    ended: dict[object, Done] = {}
+    ended: dict[object, EngineRequest] = {}
     for number, (at, session, prompt, output) in enumerate(sorted(todo)):
         while slow.t < at:
             slow.step(at)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from cluster.errors import ConfigError
 from cluster.sim.catalogue import load_profile, names
-from cluster.sim.workloads import Quantiles, TableWorkload, altered, load_workload, train_tokens, uniform
+from cluster.sim.quantiles import Quantiles
+from cluster.sim.workloads import TableWorkload, altered, load_workload, train_tokens, uniform
 
 REPO = Path(__file__).resolve().parent.parent
 GOOD = """
@@ -190,6 +191,15 @@ def test_altered_scales_what_it_says() -> None:
         ("prompt = 100", "prompt = 100\nplaceholder = 4", "unused while window is 0"),
         ("groups_per_step = 4", "groups_per_step = 0", "run.groups_per_step = 0: must be at least 1"),
         ("[[kind.tool]]", "[kind.tool", "not valid TOML"),
+        ("[[kind.tool]]", "[kind.tool]", "kind[0].tool is a list of sections: write [[kind.tool]]"),
+        ("[run]", "[[run]]", "run is a section: write [run]"),
+        ("prompt = 100", "", "kind[0]: prompt is missing"),
+        ("prompt = 100", "prompt = [1, 2]", "kind[0].prompt[0]: must be a list, not a whole number"),
+        ("groups_per_step = 4", 'groups_per_step = "4"', "groups_per_step: must be a whole number"),
+        ("groups_per_step = 4", "groups_per_step = 4\nmax_lag = -1", "run.max_lag = -1: must be 0"),
+        ("groups_per_step = 4", "groups_per_step = 4\nenv_slots = 3", "env_slots = 3: must be 0 (no"),
+        ("groups_per_step = 4", "groups_per_step = 4\nmin_groups_per_step = 9", "must lie in 0..groups"),
+        ("groups_per_step = 4", "groups_per_step = 4\nranks = 1", "run.ranks = 1: must be at least 2"),
     ],
 )
 def test_bad_files_are_refused_by_field_and_value(tmp_path: Path, old: str, new: str, said: str) -> None:
@@ -221,3 +231,26 @@ def test_profiles_refuse_bad_values(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             load_profile(str(path))
         assert said in str(caught.value), caught.value
+
+
+def test_the_documented_file_is_one(tmp_path: Path) -> None:
+    """The example of docs/tide.md, taken from the page, has every section and loads."""
+    page = (Path(__file__).parent.parent / "docs" / "tide.md").read_text()
+    example = page.split("### Workload files")[1].split("```toml\n")[1].split("```")[0]
+    workload = load_text(tmp_path, example)
+    assert workload.name == "mine" and workload.spec.run.env_slots == 1024
+    assert workload.plan(0, 0, 0).turns[0].tool == "search"
+
+
+def test_a_file_named_without_its_ending_is_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text(GOOD)
+    with pytest.raises(ConfigError, match=r"unknown workload 'mine' .did you mean the file mine.toml"):
+        load_workload("mine")
+
+
+def test_a_context_that_no_episode_fits_into_is_refused(tmp_path: Path) -> None:
+    bad = GOOD.replace("prompt = 100", "prompt = [[0, 300], [100, 700]]\nmax_context = 100")
+    with pytest.raises(ConfigError, match=r"max_context = 100: the shortest prompt and reply take 305 "):
+        load_text(tmp_path, bad)
+    load_text(tmp_path, bad.replace("max_context = 100", "max_context = 305"))

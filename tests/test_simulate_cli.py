@@ -1,18 +1,19 @@
 """``springtide simulate``: figures, pictures, words, and one line for what cannot be run."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from cluster.sim.catalogue import load_profile
-from cluster.sim.policies import ASYNC, POLICIES, STATIC, around, policy, scan, scorer_share, split_for
-from cluster.sim.study import FULL, QUICK, Options, headline, step_reduction, study
-from cluster.sim.sweep import best_split, run_many
-from cluster.sim.workloads import TableWorkload, load_workload
+from cluster.sim.study import QUICK
 from deploy.cli import main
-from deploy.simulate import advice
 
 TINY = """
 name = "tiny"
@@ -51,7 +52,8 @@ def test_figures_picture_and_words(tiny: Path, tmp_path: Path, capsys: pytest.Ca
              "--json", str(figures), "--picture", str(picture)]  # fmt: skip
     assert main(words) == 0
     said = capsys.readouterr().out
-    assert "With a fixed split, give" in said and "Elastic ranks" in said
+    assert "How to split 8 ranks: " in said and "What elastic ranks would buy: " in said
+    assert "beginning with an even one (4/" in said and ("So they are" in said or "So turn them on" in said)
     tree: dict[str, Any] = json.loads(figures.read_text())["tiny"]
     for key in KEYS:
         figure = tree[key]
@@ -65,18 +67,21 @@ def test_figures_picture_and_words(tiny: Path, tmp_path: Path, capsys: pytest.Ca
         assert row["goodput_tok_s"]["mean"] > 0
         assert 0 <= row["kv_hit"]["mean"] <= 1
     assert tree["goodput_vs_sync"]["mean"] > 1
+    assert 0 < tree["goodput_static_untuned"]["mean"] < 1.1, "an even split is not much better than the best"
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and picture.stat().st_size < 200_000
 
 
 def test_chosen_policies_only(tiny: Path, tmp_path: Path) -> None:
     figures = tmp_path / "out.json"
     words = ["simulate", str(tiny), "--steps", "4", "--seeds", "1", "--workers", "1", "--ranks", "5",
-             "--policy", "areal", "sync", "--json", str(figures)]  # fmt: skip
+             "--policy", "areal", "sync", "--set", "load.batch=x0.5", "--set", "run.max_lag=1",
+             "--json", str(figures)]  # fmt: skip
     assert main(words) == 0
     tree = json.loads(figures.read_text())["tiny"]
     assert set(tree["policies"]) == {"areal", "sync"} and tree["ranks"] == 5
+    assert (tree["job"]["groups_per_step"], tree["job"]["group_size"], tree["job"]["max_lag"]) == (2, 4, 1)
     assert not set(KEYS) & set(tree), "nothing is compared with a policy that was not run"
-    assert any("of 5 ranks" in line for line in tree["advice"])
+    assert any("How to split 5 ranks: " in line for line in tree["advice"])
 
 
 def test_a_given_split_is_not_tuned(tiny: Path, tmp_path: Path) -> None:
@@ -105,6 +110,23 @@ def test_a_given_split_is_not_tuned(tiny: Path, tmp_path: Path) -> None:
         (["text", "--steps", "-3"], "--steps -3: must be at least 2"),
         (["text", "--json", "/no/such/folder/x.json"], "cannot write /no/such/folder/x.json"),
         (["text", "--picture", "x.svg"], "only PNG is written"),
+        (["text", "--sweep", "kv_tokens=1"], "unknown key 'kv_tokens' (did you mean generator.kv_tokens?)"),
+        (["text", "--sweep", "zzz=1"], "unknown key 'zzz': valid are ranks split profile load.latency"),
+        (["text", "--sweep", "run.max_lag"], "give KEY=V1,V2,..., such as generator.kv_tokens=x0.25"),
+        (["text", "--sweep", "run.max_lag=1,,2"], "give KEY=V1,V2,..."),
+        (["text", "--sweep", "run.max_lag=1,1"], "a value is given twice"),
+        (["text", "--sweep", "run.max_lag=0.5"], "run.max_lag=0.5: must be a whole number (now 2)"),
+        (["text", "--sweep", "run.max_lag=some"], "run.max_lag=some: give a number, or x and a factor"),
+        (["text", "--sweep", "run.env_slots=3"], "run.env_slots = 3: must be 0 (no bound) or at least"),
+        (["text", "--sweep", "generator.kv_tokens=x0.001"], "does not fit into h100-qwen2.5-7b"),
+        (["text", "--sweep", "generator.prefill_share=2"], "prefill_share = 2.0 must lie between 0 and 1"),
+        (["text", "--sweep", "load.tail=-1"], "load.tail=-1: give a factor above 0"),
+        (["text", "--sweep", "load.phase=2"], "load.phase: workload text has one phase only"),
+        (["text", "--sweep", "split=3/4"], "split=3/4: has 7 ranks, the job 32"),
+        (["text", "--sweep", "ranks=1"], "ranks=1: ranks are a whole number of at least 2"),
+        (["text", "--set", "kv_tokens=x2"], "unknown key 'kv_tokens' (did you mean generator.kv_tokens?)"),
+        (["text", "--set", "load.batch"], "give KEY=VALUE, such as load.batch=x0.5; keys are ranks split"),
+        (["text", "--sweep", "profile=h100"], "unknown profile 'h100' (did you mean 'h100-null'?)"),
     ],
 )
 def test_errors_are_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,87 +143,53 @@ def test_a_context_that_no_generator_holds_is_refused(
     assert "a.max_context = 2000000 does not fit into h100-qwen2.5-7b" in capsys.readouterr().err
 
 
-def test_the_tables_are_closed() -> None:
-    """Every name in a list is a policy; every policy is in some list; nobody exceeds the bound."""
-    assert set(QUICK) <= set(FULL) == set(POLICIES)
-    assert set(ASYNC) | set(STATIC) <= set(POLICIES)
-    for name in POLICIES:
-        assert 0 <= policy(name, 1).max_lag <= 1
-    assert policy("sync", 3).max_lag == 0 and policy("tide", 3).max_lag == 3
+def test_sweep_writes_a_row_per_value(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures, picture = tmp_path / "out.json", tmp_path / "out.png"
+    words = ["simulate", str(tiny), "--steps", "4", "--seeds", "2", "--workers", "1",
+             "--policy", "stream", "tide", "tide_no_elastic", "--json", str(figures),
+             "--picture", str(picture),
+             "--sweep", "generator.kv_tokens=x0.008,x1", "--sweep", "split=3/5,6/2"]  # fmt: skip
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "generator.kv_tokens" in said and "x0.008" in said and "3/5/0" in said
+    rows: list[dict[str, Any]] = json.loads(figures.read_text())["tiny"]["sensitivity"]
+    assert [(row["key"], row["value"]) for row in rows] == [
+        ("generator.kv_tokens", "x0.008"), ("generator.kv_tokens", "x1"), ("split", "3/5"), ("split", "6/2"),
+    ]  # fmt: skip
+    for row in rows:
+        ours = row["policies"]["tide"]["goodput_tok_s"]["mean"]
+        theirs = row["policies"]["stream"]["goodput_tok_s"]["mean"]
+        assert row["best_async"] == "stream"
+        assert row["goodput_vs_best_async"]["mean"] == pytest.approx(ours / theirs, rel=0.1)
+    scarce, ample = (row["policies"]["tide"]["kv_hit"]["mean"] for row in rows[:2])
+    assert scarce < ample, "less than one per cent of the cache hits less"
+    assert rows[3]["policies"]["stream"]["split"] == {"generators": 6, "learners": 2, "scorers": 0}
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8, 32, 1024])
-def test_candidates_use_every_rank_once(ranks: int) -> None:
-    profile = load_profile("h100-qwen2.5-7b")
-    for name in POLICIES:
-        first = scan(policy(name), profile, ranks)
-        assert len(set(first)) == len(first) > 0
-        beside = [c for one in first for c in around(one, profile, ranks, max(1, ranks // 16), True)]
-        for candidate in [*first, *beside]:
-            split = candidate.split
-            if candidate.policy.rollout == "sync":
-                assert split.generators == split.learners == ranks
-            else:
-                assert split.generators >= 1 and split.learners >= 1 and split.scorers >= 0
-                assert split.generators + split.learners + split.scorers == ranks
-
-
-def test_scorers_take_their_share_of_the_training_ranks() -> None:
-    profile = load_profile("h100-qwen2.5-7b")
-    assert scorer_share(profile) == pytest.approx((1 / 32000) / (1 / 32000 + 1 / 24300 + 1 / 8100))
-    split = split_for(policy("tide"), profile, 32, 8)
-    assert split.scorers == round(24 * scorer_share(profile)) and split.learners == 24 - split.scorers
-    assert split_for(policy("tide"), profile, 32, 8, scorers=False).scorers == 0
-    assert split_for(policy("areal"), profile, 32, 8).scorers == 0
-    assert split_for(policy("tide"), load_profile("h100-null"), 32, 8).scorers == 0
-
-
-def test_step_reduction_is_the_swaps_that_are_saved() -> None:
-    """With 8 full micro-batches ready, against streaming: 8 pairs of swaps less, one pipeline fill more."""
-    profile = load_profile("h100-qwen2.5-7b")
-    swapped, burst = step_reduction(profile, 24)
-    score, train = 16384 / 32000, 16384 * (1 / 24300 + 1 / 8100)
-    thrash = 8 * (score + train + 2 * 0.5) + 0.5
-    ours = 8 * (score + train) + 0.5
-    assert 1 - 1.25 * ours / thrash < swapped < 1 - ours / thrash
-    assert abs(burst) < 0.15
-    assert step_reduction(load_profile("h100-null"), 24) == (0.0, 0.0)
-
-
-def test_best_split_beats_the_others_and_workers_change_nothing(tiny: Path) -> None:
-    workload = load_workload(str(tiny))
-    profile = load_profile("h100-qwen2.5-7b")
-    options = Options(ranks=8, policies=("areal",), steps=8, warmup_steps=2, seeds=(0,), full=True)
-    found = study(workload, profile, options)
-    tuned = found.tuned["areal"]
-    best = tuned.tried[tuned.best.split, tuned.best.policy.scoring]
-    assert best == max(tuned.tried.values()) and len(tuned.tried) >= 7
-    scenario = tuned.scenario(found.base)
-    assert best_split(scenario, 8, seeds=(0,)) == tuned.best.split
-    alone, together = run_many([scenario] * 2), run_many([scenario] * 2, workers=2)
-    assert [r.goodput_tok_s for r in alone] == [r.goodput_tok_s for r in together]
-
-
-def test_gain_vanishes_where_there_is_nothing_to_win() -> None:
-    """No tail, ample KV memory, no scorer: no mechanism beats the best fixed split by more than 5 %."""
-    workload = load_workload("null")
-    profile = load_profile(workload.spec.run.profile)
-    options = Options(
-        ranks=16, policies=("stream", "areal", "tide", "tide_no_elastic", "tide_no_admission"),
-        steps=12, warmup_steps=4, seeds=(0, 1),
-    )  # fmt: skip
-    found = study(small(workload, 16), profile, options)
-    figures = headline(found)
-    assert figures["goodput_vs_best_async"].mean == pytest.approx(1.0, abs=0.05)
-    assert figures["goodput_elastic_vs_static"].mean == pytest.approx(1.0, abs=0.05)
-    assert figures["kv_hit_vs_request_lru"].mean == pytest.approx(1.0, abs=0.01)
-    assert "train_step_reduction" not in figures
-    assert any("fixed split is simpler" in line for line in advice(found))
-
-
-def small(workload: TableWorkload, groups: int) -> TableWorkload:
-    """The workload with another batch."""
-    from msgspec.structs import replace
-
-    run = replace(workload.spec.run, groups_per_step=groups)
-    return TableWorkload(replace(workload.spec, run=run), workload.name)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_workers_at_once_and_is_one_line(number: int, code: int) -> None:
+    """Ctrl-C reaches the whole group, as from a terminal; SIGTERM the command alone."""
+    words = [sys.executable, "-m", "deploy.cli", "simulate", "text", "--workers", "2", "--steps", "400"]
+    job = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    deadline = time.monotonic() + 90
+    try:
+        workers = []
+        while len(workers) < 2 or min(one.cpu_times().user for one in workers) < 1.0:
+            assert time.monotonic() < deadline and job.poll() is None, "no worker works"
+            time.sleep(0.1)
+            below = psutil.Process(job.pid).children(recursive=True)
+            workers = [one for one in below if "spawn_main" in " ".join(one.cmdline())]
+        (os.killpg if number == signal.SIGINT else os.kill)(job.pid, number)
+        _, said = job.communicate(timeout=15)
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
+    assert job.returncode == code
+    assert said.strip().splitlines() == ["springtide: interrupted"]
+    assert not psutil.wait_procs(workers, timeout=10)[1]

@@ -387,7 +387,7 @@ async def played(folder: Path, admission: dict[str, Any], kv_tokens: int, sync: 
             await gate.load_weights(weights(version), epoch=1)
         for task in playing:
             if task.done():
-                await gate.release([task.result().trajectory])
+                await gate.release("w", [task.result().trajectory])
     carrier.cancel()
     await gate.close()
     found = {}

@@ -3,13 +3,14 @@
 import hashlib
 import json
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deploy.tokens import make_tokens
-from tests.jobs import Job
+from tests.jobs import Job, scale
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -47,6 +48,8 @@ def check(job: Job, steps: int) -> dict[str, Any]:
     assert summary["goodput_tok_s"] > 0
     assert summary["lag"]["max"] <= summary["lag"]["bound"]
     assert 0 < summary["cpu_share"] < 1
+    for event in ("parked", "resumed", "moved"):
+        assert summary["admission"][event] == sum(step["admission_events"][event] for step in job.metrics())
     measured = {int(step["step"]) for step in job.metrics()}
     if len(measured) == steps:  # a feeder that was killed may have taken the figures of its last step along
         assert digest_of(job, steps) == digest_told(job, steps)
@@ -93,6 +96,40 @@ def test_kills_cost_time_and_nothing_else(tmp_path: Path) -> None:
     check(job, 16)
     assert len(job.metrics()) >= 15
     assert len(job.trace("component_died")) >= 4
+
+
+@pytest.mark.timeout(500)
+def test_env_workers_come_and_go_and_no_trajectory_is_lost(tmp_path: Path) -> None:
+    """``springtide scale --env-workers`` on a running job, up and down again."""
+    steps = 80
+    few = {"generator.replicas": 3, "learner.ranks": 1, "objective.kl_coef": 0.0, "scorer.replicas": 0}
+    # A wide bound: no group is so late that it has to be dropped, whoever plays it.
+    job = twin_job(tmp_path, steps, **few | {"env.slots": 24, "run.max_lag": 8, "twin.speed": 3.0})
+    more = {"worker-1", "worker-2"}
+    with job.running():
+        job.wait_for(lambda: job.version() >= 2, 120.0, "step 2")
+        said = scale(job, "--env-workers", "3")
+        assert said.startswith("env workers 1 -> 3\n") and said.endswith(": reached\n")
+        job.wait_for(lambda: more <= set(job.processes()), 30.0, "three workers")
+        grown = job.version()
+        job.wait_for(lambda: job.version() >= grown + 4, 120.0, "steps with three workers")
+        assert scale(job, "--env-workers", "1").startswith("env workers 3 -> 1\n")
+        job.wait_for(lambda: not more & set(job.processes()), 60.0, "one worker")
+        shrunk = job.version()
+        assert shrunk < steps, "the way back was made in a running job"
+        assert job.wait(300.0) == 0, job.tail()
+    summary = check(job, steps)
+    ledger = summary["ledger"]
+    assert ledger["trained"] == ledger["admitted"] == steps * 16, "nothing dropped, abandoned or failed"
+    played = Counter[str]()
+    for name in ("worker-0", *sorted(more)):
+        lines = (job.folder.workers / f"ends-{name}.jsonl").read_text().splitlines()
+        assert lines, f"{name} has played nothing"
+        played.update(json.loads(line)["trajectory"] for line in lines)
+    assert len(played) == steps * 16 and set(played.values()) == {1}, "each was played once"
+    assert not job.trace("group_lost", "component_died") and not summary["restarts"]
+    assert summary["admission"]["parked"] > 0, "two dozen tasks and more share small caches"
+    assert "parked, " in job.log.read_text(), "the view tells of it"
 
 
 @pytest.mark.timeout(240)

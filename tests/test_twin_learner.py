@@ -15,7 +15,9 @@ from learner.batch import RankBatch, Sample, pack
 from learner.group import FRESH, UNUSABLE, LearnerGroup
 from learner.late import Late, keys_of
 from learner.manifest import latest_valid, step_of
-from learner.twin import LearnerTwin, ScorerTwin
+from learner.scorer_twin import ScorerTwin
+from learner.segments import Ask, Context
+from learner.twin import LearnerTwin
 
 SPEED = 20.0
 TREE: dict[str, Any] = dump(
@@ -200,3 +202,24 @@ async def test_replacing_gives_a_fresh_process() -> None:
     with pytest.raises(RuntimeError, match="has not joined"):
         await twin.publish()
     assert UNUSABLE < FRESH
+
+
+async def test_segments_cost_their_new_tokens_while_there_is_room() -> None:
+    scorer = ScorerTwin(TREE, "")
+    rate = PROFILE.scorer.forward_tok_s
+
+    def ask(name: str, length: int, sampled: int) -> Ask:
+        targets = np.arange(length - sampled, length, dtype=np.int32)
+        context = Context(np.arange(length, dtype=np.int32), targets, np.ones(sampled, np.float32))
+        return Ask(name, (context,))
+
+    first = await scorer.score_segments([ask("t0", 900, 100), ask("t1", 500, 10)], [])
+    assert first.tokens == (900, 500) and [len(v) for v in first.values] == [100, 10]
+    assert first.room == PROFILE.generator.kv_tokens
+    begun = time.monotonic()
+    later = await scorer.score_segments([ask("t0", 1000, 50)], [])
+    assert later.tokens == (100,)
+    assert 100 / rate <= (time.monotonic() - begun) * SPEED < 900 / rate + 1.0
+    await scorer.score_segments([ask("t2", PROFILE.generator.kv_tokens - 100, 1)], ["t1"])
+    again = await scorer.score_segments([ask("t0", 1100, 50), ask("t1", 600, 10)], [])
+    assert again.tokens == (1100, 600)  # both prefixes had to go

@@ -1,6 +1,6 @@
 """Append throughput of the queue against raw pipelined XADD of the same bytes.
 
-``PYTHONPATH=. python tests/bench/append.py [--json FILE]`` starts its own server; rounds of the two
+``python tests/bench/append.py [--json FILE]`` starts its own server; rounds of the two
 alternate, so that a busy machine slows both. Target: at least half of raw XADD.
 """
 
@@ -13,6 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from redis.asyncio import Redis
 

@@ -1,6 +1,6 @@
 """Cost of one decision of the controller's side at 1,024 ranks and 20,000 live tasks.
 
-``PYTHONPATH=. python tests/bench/decisions.py [--json FILE]``. No process, no network: the in-memory
+``python tests/bench/decisions.py [--json FILE]``. No process, no network: the in-memory
 queue and generators that exist only as rows. Measured are
 
 - ``ranks``: the rank machine sees a step and decides, and the rank that moves is chosen;
@@ -23,6 +23,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from cluster.admission import Admission, Limits
 from cluster.config import Config, build
@@ -108,6 +110,9 @@ class Rows:
         raise ConnectionError("never asked")
 
     async def load_weights(self, weights: Any, epoch: int) -> int:
+        raise ConnectionError("never asked")
+
+    async def clear(self, epoch: int) -> None:
         raise ConnectionError("never asked")
 
     async def restart(self, reason: str) -> None:

@@ -7,7 +7,7 @@ trajectory; an asynchronous job fills the places of those that have ended. Goodp
 entered an applied step within the bound, per second from the first admission to the last step, so
 start-up and evaluation don't count, but the ramp and the last stragglers do. Target: twice.
 
-``PYTHONPATH=. python tests/bench/goodput.py [--json FILE] [--steps N]`` takes about five minutes, once
+``python tests/bench/goodput.py [--json FILE] [--steps N]`` takes about five minutes, once
 the demo's model has been made.
 """
 

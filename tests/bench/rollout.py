@@ -1,6 +1,6 @@
 """Turns per second of an env worker against bare loops over the same sandboxes and the same queue.
 
-``PYTHONPATH=. python tests/bench/rollout.py [--json FILE]`` starts its own server and sandboxes. The
+``python tests/bench/rollout.py [--json FILE]`` starts its own server and sandboxes. The
 policy is scripted and answers at once, so what is measured is the worker's own cost: rendering,
 tokenising, parsing, records, streaming, ends and rewards. Rounds alternate, so that a busy machine
 slows all of them.
@@ -21,6 +21,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from actors.scripted import ScriptedPolicy, character_tokenizer
 from actors.tokenizer import Tokenizer

@@ -1,6 +1,6 @@
 """All benchmarks: one command, one table of ratios against their targets, one file.
 
-``PYTHONPATH=. python tests/bench/run.py [--only NAME ...] [--json FILE]`` (or ``make bench``). Each benchmark
+``python tests/bench/run.py [--only NAME ...] [--json FILE]`` (or ``make bench``). Each benchmark
 is a module beside this one whose ``run()`` returns plain values; it runs in a process of its own, so that
 none inherits another's threads, engines or memory. Takes about eight minutes on two idle cores, most of
 them ``goodput``. The exit status is 1 when a target is missed or a benchmark fails.
@@ -30,7 +30,7 @@ BENCHMARKS: dict[str, str] = {
     "learner": "learner step on 8k tokens / plain PyTorch loop",
     "weight_sync": "weight sync with requests in flight / copy of the same file (time)",
     "decisions": "5 ms / slowest decision (99th percentile), 1,024 ranks, 20,000 live tasks",
-    "simulator": "simulator: events per second on one core / 100,000",
+    "simulator": "simulator, all mechanisms: events per second on one core / 100,000",
     "goodput": "live goodput: asynchronous / synchronous, slow environments",
 }
 STUDIES = ("twins",)

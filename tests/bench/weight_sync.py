@@ -1,6 +1,6 @@
 """Weight sync against a bare copy of the same bytes, and calls per second of one engine.
 
-``PYTHONPATH=. python tests/bench/weight_sync.py [--json FILE]`` makes a tiny random Llama (about one million
+``python tests/bench/weight_sync.py [--json FILE]`` makes a tiny random Llama (about one million
 parameters), starts one engine on one thread and measures
 
 - *sync*: ``Engine.load_weights`` of a file in shared memory (pause, checksum, load, relabel, resume),
@@ -22,6 +22,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 import psutil

@@ -1,0 +1,71 @@
+"""How a command line is read: overrides stand anywhere, also between and after options."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from deploy.cli import parse
+
+README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+LINES = re.findall(r"^springtide (.*?)(?:\s+#.*)?$", README, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("line", "recipe", "overrides"),
+    [
+        ("train R a.b=1 c.d=2", "R", ["a.b=1", "c.d=2"]),
+        ("train R --address h:1 queue.url=redis://:p@h:2/0", "R", ["queue.url=redis://:p@h:2/0"]),
+        ("train R --dry-run run.steps=50", "R", ["run.steps=50"]),
+        ("train R a.b=1 --dry-run a.b=2", "R", ["a.b=1", "a.b=2"]),
+        ("train --address h:1 R a.b=1 --dry-run c.d=2", "R", ["a.b=1", "c.d=2"]),
+        ("train a.b=1 R", "R", ["a.b=1"]),
+        ("train a.b=1 --dry-run c.d=-2 R", "R", ["a.b=1", "c.d=-2"]),
+        ("train a.b=1 c.d=2", None, ["a.b=1", "c.d=2"]),
+        ("eval R --checkpoint base env.name=x", "R", ["env.name=x"]),
+        ("eval --checkpoint base R env.name=x --json f a.b=1", "R", ["env.name=x", "a.b=1"]),
+    ],
+)
+def test_overrides_anywhere(line: str, recipe: str | None, overrides: list[str]) -> None:
+    found = parse(line.split())
+    assert (found.recipe, found.overrides) == (recipe, overrides)
+
+
+def test_resume_takes_overrides_before_and_after_options() -> None:
+    found = parse(["train", "--resume", "runs/x", "run.steps=9", "--address", "h:1", "learner.lr=1e-4"])
+    assert (found.resume, found.recipe) == ("runs/x", None)
+    assert found.overrides == ["run.steps=9", "learner.lr=1e-4"]
+
+
+def test_the_last_of_two_overrides_wins_whatever_stands_between() -> None:
+    found = parse(["train", "R", "run.steps=1", "--dry-run", "run.steps=2"])
+    assert found.overrides[-1] == "run.steps=2"
+
+
+@pytest.mark.parametrize(
+    ("line", "unknown"),
+    [
+        ("train R --adress h:1 run.steps=2", "--adress h:1"),
+        ("train R --dry-run other.toml", "other.toml"),
+        ("report runs/x run.steps=2", "run.steps=2"),
+        ("train R --steps=2", "--steps=2"),
+    ],
+)
+def test_what_is_neither_is_refused(line: str, unknown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(line.split())
+    assert ended.value.code == 2
+    assert f"unrecognized arguments: {unknown}" in capsys.readouterr().err
+
+
+def test_the_readme_has_lines_to_read() -> None:
+    assert len(LINES) >= 8
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_every_line_of_the_readme_is_read(line: str) -> None:
+    found = parse(shlex.split(line))
+    words = shlex.split(line)
+    if words[0] in ("train", "eval"):
+        assert found.overrides == [word for word in words if re.fullmatch(r"[a-z_]+\.[a-z_]+=.*", word)]
