@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cluster.config import Config
+from cluster.ending import cancelled
 from cluster.errors import StreamFailed
 from cluster.pipeline import Mode
 from cluster.ports import Queue
@@ -175,10 +176,11 @@ class Scoring:
         """Ask nothing any more."""
         tasks = [ask.task for ask in self._asks.values() if ask.task is not None]
         if self._listening is not None:
-            self._listening.cancel()
             tasks.append(self._listening)
         self.forget(list(self._asks))
-        await asyncio.gather(*tasks, self._streaming.stop(), return_exceptions=True)
+        left = [*await cancelled(tasks), *await self._streaming.stop()]
+        if left:
+            self._trace("scoring_not_ended", {"tasks": [task.get_name() for task in left]})
 
     def waiting(self) -> int:
         """Groups whose scores are not there yet."""

@@ -19,6 +19,7 @@ import numpy as np
 
 from cluster.assemble import VALID
 from cluster.config import Config
+from cluster.ending import cancelled
 from cluster.types import End, Segment, Trajectory
 from learner.segments import Ask, Floats, Told, Unfolded, unfold
 from learner.streams import Lanes, Stream
@@ -88,11 +89,11 @@ class Streaming:
         if self._error is not None:
             raise self._error
 
-    async def stop(self) -> None:
-        """Ask nothing any more."""
+    async def stop(self) -> list[Any]:
+        """Ask nothing any more; tasks that would not end."""
         tasks = list(self._tasks.values())
         self.assign(())
-        await asyncio.gather(*tasks, return_exceptions=True)
+        return await cancelled(tasks)
 
     # -- life of a trajectory -----------------------------------------------------------
 
