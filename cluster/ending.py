@@ -1,7 +1,7 @@
 """The end of background tasks, also of those whose cancellation was swallowed on its way.
 
-The Redis client drops a cancellation that meets it while it changes connections: about one in twenty-five at a
-blocking read. A task that loops over such calls goes on, and whoever waits for it waits for ever.
+The Redis client drops a cancellation now and then (at a blocking read about one in twenty-five). A task that
+loops over such calls goes on, and whoever waits for it waits for ever.
 """
 
 import asyncio
