@@ -162,22 +162,30 @@ class Link:
 
         Raises StreamFailed at the deadline or at a refusal, KeyError and ValueError as scripts say.
         """
+        task = asyncio.current_task()
+        assert task is not None
+        cancelled = task.cancelling()
         limit = self._deadline_s if self._run_id else min(self._first_s, self._deadline_s)
         deadline = time.monotonic() + limit
         delay = 0.02
         while True:
+            last: Exception | None = None
             try:
                 async with asyncio.timeout(max(0.05, deadline - time.monotonic())):
                     if self._unsettled:
                         await self._settle()
-                    return await send(self.client)
+                    answer = await send(self.client)
             except (AuthenticationError, AuthorizationError) as error:
                 raise StreamFailed(f"queue server {self.shown} refused the login: {error}") from error
             except (RedisConnectionError, RedisTimeoutError, OSError) as error:  # OSError: TimeoutError too
-                last: Exception = error
+                last = error
             except ResponseError as error:
                 last = error
                 await self._weigh(error)
+            if task.cancelling() > cancelled:  # the client swallows one in twenty-five at a blocking read
+                raise asyncio.CancelledError
+            if last is None:
+                return answer
             if time.monotonic() + delay > deadline:
                 raise StreamFailed(
                     f"queue server {self.shown} gave no answer for {limit:g} s: "

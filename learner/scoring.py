@@ -21,7 +21,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from cluster.config import Config
-from cluster.ending import cancelled
 from cluster.errors import StreamFailed
 from cluster.pipeline import Mode
 from cluster.ports import Queue
@@ -35,6 +34,7 @@ from learner.segments import Floats, Told
 from learner.streaming import ANSWER_SHARE, SegmentPort, Streaming
 
 LISTEN_S = 1.0
+STOP_S = 10.0
 READ_NEWS = 256
 RETRY_S = 0.5
 """Between two asks of the same group: a scorer that died is back in seconds, not at once."""
@@ -176,11 +176,14 @@ class Scoring:
         """Ask nothing any more."""
         tasks = [ask.task for ask in self._asks.values() if ask.task is not None]
         if self._listening is not None:
+            self._listening.cancel()
             tasks.append(self._listening)
         self.forget(list(self._asks))
-        left = [*await cancelled(tasks), *await self._streaming.stop()]
-        if left:
-            self._trace("scoring_not_ended", {"tasks": [task.get_name() for task in left]})
+        tasks += self._streaming.stop()
+        if tasks:
+            _, left = await asyncio.wait(tasks, timeout=STOP_S)
+            if left:
+                self._trace("scoring_not_ended", {"tasks": len(left)})
 
     def waiting(self) -> int:
         """Groups whose scores are not there yet."""

@@ -19,7 +19,6 @@ import numpy as np
 
 from cluster.assemble import VALID
 from cluster.config import Config
-from cluster.ending import cancelled
 from cluster.types import End, Segment, Trajectory
 from learner.segments import Ask, Floats, Told, Unfolded, unfold
 from learner.streams import Lanes, Stream
@@ -89,11 +88,11 @@ class Streaming:
         if self._error is not None:
             raise self._error
 
-    async def stop(self) -> list[Any]:
-        """Ask nothing any more; tasks that would not end."""
+    def stop(self) -> list[asyncio.Task[None]]:
+        """Ask nothing any more; returns the tasks that end now."""
         tasks = list(self._tasks.values())
         self.assign(())
-        return await cancelled(tasks)
+        return tasks
 
     # -- life of a trajectory -----------------------------------------------------------
 

@@ -383,6 +383,25 @@ async def test_a_reader_of_news_waits_and_wakes(queue: Queue) -> None:
     assert (await asyncio.wait_for(waiting, 2.0))[1] == [segment("a", 1)]
 
 
+async def test_a_reader_that_is_cancelled_ends(queue: Queue) -> None:
+    """A loop over reads; the Redis client swallows a cancellation now and then."""
+
+    async def listen() -> None:
+        place = ""
+        while True:
+            place, _ = await queue.news(place, 16, 0.02)
+
+    for delay in range(25):
+        tasks = [asyncio.create_task(listen()) for _ in range(8)]
+        await asyncio.sleep(delay / 500)
+        for task in tasks:
+            task.cancel()
+        _, left = await asyncio.wait(tasks, timeout=5.0)
+        for task in left:
+            task.cancel()
+        assert not left
+
+
 async def test_turns_that_nobody_will_train_are_no_news(queue: Queue) -> None:
     await queue.admit(order("a"))
     for group in "bcd":
