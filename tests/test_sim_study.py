@@ -28,23 +28,7 @@ from cluster.sim.sweep import Progress, Tuned, Workers, best_split
 from cluster.sim.vary import VARIED, vary
 from cluster.sim.workloads import TableWorkload, load_workload
 from deploy.simulate_text import WHAT, answer, waited_share
-
-TINY = """
-name = "tiny"
-[run]
-ranks = 8
-groups_per_step = 4
-group_size = 4
-[[kind]]
-name = "a"
-turns = [[0, 2], [50, 4], [100, 9]]
-prompt = 200
-observation = [[0, 50], [100, 300]]
-output = [[0, 20], [100, 150]]
-[[kind.tool]]
-name = "t"
-latency_s = [[0, 0.1], [50, 0.4], [100, 6.0]]
-"""
+from tests.sim_tiny import TINY
 
 
 @pytest.fixture

@@ -14,25 +14,8 @@ import pytest
 
 from cluster.sim.study import QUICK
 from deploy.cli import main
+from tests.sim_tiny import TINY
 
-TINY = """
-name = "tiny"
-[run]
-ranks = 8
-profile = "{profile}"
-groups_per_step = 4
-group_size = 4
-max_lag = 2
-[[kind]]
-name = "a"
-turns = [[0, 2], [50, 4], [100, 9]]
-prompt = 200
-observation = [[0, 50], [100, 300]]
-output = [[0, 20], [100, 150]]
-[[kind.tool]]
-name = "t"
-latency_s = [[0, 0.1], [50, 0.4], [100, 6.0]]
-"""
 KEYS = (
     "goodput_vs_sync", "goodput_vs_best_async", "wait_reduction_vs_best_static", "kv_hit_vs_request_lru",
     "train_step_reduction",
@@ -42,7 +25,7 @@ KEYS = (
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.toml"
-    path.write_text(TINY.format(profile="h100-qwen2.5-7b"))
+    path.write_text(TINY)
     return path
 
 
