@@ -71,7 +71,7 @@ def check_types(where: str, values: Mapping[str, Any], function: Callable[..., A
     """
     try:
         hints = get_type_hints(function)
-    except NameError:  # a foreign module's annotations may mean nothing at run time
+    except Exception:  # a foreign module's annotations may mean nothing at run time, in any way
         return
     for name, value in values.items():
         kind = hints.get(name)

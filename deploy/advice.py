@@ -21,6 +21,8 @@ class Advice:
         step, rewards = int(record.get("step") or 0), record.get("reward")
         if step <= self._step or not isinstance(rewards, Mapping):
             return []
+        if step != self._step + 1:  # steps that nobody showed us lie between
+            self._constant = 0
         self._step = step
         return [*self._weights(rewards), *self._spread(record, rewards)]
 
@@ -32,7 +34,7 @@ class Advice:
         unpaid = sorted(self._unpaid - set(rewards))
         said = f"they pay: {', '.join(paid)}" if paid else "they pay nothing"
         where = "warning: reward.weights"
-        return [f"{where}.{name}: no trajectory of the first batch pays it; {said}" for name in unpaid]
+        return [f"{where}.{name}: no trajectory of a batch pays it; {said}" for name in unpaid]
 
     def _spread(self, record: Mapping[str, Any], rewards: Mapping[str, float]) -> list[str]:
         constant = record.get("group_zero_std_fraction") == 1.0

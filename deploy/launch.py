@@ -9,6 +9,7 @@ from pathlib import Path
 
 from cluster.config import Config, dump
 from cluster.errors import ConfigError, SpringtideError
+from cluster.trace import read_trace
 from deploy.paths import RunFolder
 from deploy.preflight import (
     check_address,
@@ -64,8 +65,14 @@ def start(config: Config, path: Path) -> int:
 
 
 def _begun(folder: RunFolder) -> bool:
-    """Somebody played or trained: there are traces of it beside the driver's own."""
-    return folder.metrics.exists() or any(folder.workers.iterdir()) or any(folder.checkpoints.iterdir())
+    """Somebody played or trained, or died trying: there is something to resume or to look into."""
+    died = folder.trace.exists() and any(e["event"] == "component_died" for e in read_trace(folder.trace))
+    return (
+        died
+        or folder.metrics.exists()
+        or any(folder.workers.iterdir())
+        or any(folder.checkpoints.iterdir())
+    )
 
 
 def send_token(address: str) -> None:

@@ -123,15 +123,25 @@ def job_of(folder: RunFolder) -> dict[str, str]:
         raise ConfigError(f"no job runs in {folder.path}; {resume}") from error
     except ValueError as error:
         raise ConfigError(f"{folder.job} is damaged: {error}") from error
-    if place.get("host") == socket.gethostname() and alive(folder.pids / "driver") is None:
+    if ended(folder):
         raise ConfigError(f"no job runs in {folder.path}: its driver is gone; {resume}")
     return place
+
+
+def ended(folder: RunFolder) -> bool:
+    """Its job ran on this machine, and its driver was killed before it could tidy up."""
+    try:
+        host = json.loads(folder.job.read_text()).get("host")
+    except (OSError, ValueError):
+        return False
+    return host == socket.gethostname() and alive(folder.pids / "driver") is None
 
 
 def instead(path: Path) -> str:
     """The running job that was probably meant, looked for beside ``path`` and in the usual folder of runs."""
     roots = dict.fromkeys((path.parent, Path(RunConfig().root).resolve()))
-    jobs = {job.parent.name: job.parent for root in roots for job in sorted(root.glob("*/job.json"))}
+    found = (job.parent for root in roots for job in sorted(root.glob("*/job.json")))
+    jobs = {path.name: path for path in found if not ended(RunFolder(path))}
     if not jobs:
         return f"; no job runs in {' or '.join(map(str, roots))}"
     begun = [name for name in sorted(jobs) if name.startswith(path.name)]

@@ -14,7 +14,7 @@ from cluster.sim.scenario import Result
 from cluster.sim.statistics import Interval, interval
 from cluster.sim.study import Study
 from cluster.sim.vary import Varied
-from deploy.style import BLUE, GREEN, GREY, GRID, INK, ORANGE, RED, style
+from deploy.style import BLUE, GREEN, GREY, GRID, INK, ORANGE, RED, legend, style
 
 ROLES = {"generator": "#9cc3ea", "learner": "#f2c48a", "scorer": "#9ed3ae", "spare": "#e3e6e9"}
 """Colours of roles; a rank that waits is drawn in ``WAIT`` over them."""
@@ -156,8 +156,7 @@ def depth_lines(axes: Axes, ours: Result, static: Result | None) -> None:
             times, depths, where="post", color=color, linewidth=1.2, label=result.scenario.policy.name
         )
     axes.set_ylim(bottom=0)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize=8, loc="best")
+    legend(axes)
 
 
 def draw_sweeps(path: str | Path, title: str, varied: Sequence[Varied]) -> Path:

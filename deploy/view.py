@@ -35,8 +35,7 @@ class View:
     ``ready_depth``, ``running_groups``, ``wait_rwt_s``, ``wait_twt_s``; ``mismatch_max_log_ratio``;
     ``ledger`` (the fields of ``cluster.types.Ledger``); ``tasks`` (one line: see ``tasks_line``);
     ``ranks`` (name -> state, "ok" when healthy);
-    ``roles`` (one line: ranks by role, the move under way, the target); ``moves`` (the last, a line each);
-    ``note`` (one line, such as the last failure survived); ``dashboard`` (a URL).
+    ``roles`` (one line: ranks by role, the move under way, the target); ``moves`` (the last, a line each).
     """
 
     def __init__(
@@ -191,9 +190,6 @@ class View:
         if state.get("roles"):
             lines.append(Text(f"ranks  {state['roles']}"))
         lines += [Text(f"  {line}", style="dim") for line in state.get("moves") or ()]
-        for key in ("note", "dashboard"):
-            if state.get(key):
-                lines.append(Text(str(state[key]), style="dim"))
         return Panel(Group(*lines), title=self._title, title_align="left", border_style="blue")
 
     def _show(self, name: str, form: str = "{}", *others: str) -> Text:

@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from cluster.config import Config
 from cluster.errors import CheckpointDamaged
-from cluster.identity import identity
 from learner.export import export_hf
 from learner.manifest import MANIFEST, checkpoints, digest, step_of
 from learner.mesh import Place
@@ -50,8 +49,8 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fingerprint(config: Config) -> str:
-    """Names what a run is (see ``cluster.identity``): hexadecimal SHA-256 of its canonical JSON."""
-    return hashlib.sha256(msgspec.json.encode(identity(config), order="deterministic")).hexdigest()
+    """Identifies a configuration: hexadecimal SHA-256 of its canonical JSON."""
+    return hashlib.sha256(msgspec.json.encode(config, order="deterministic")).hexdigest()
 
 
 def save_checkpoint(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from cluster.config import Config
-from cluster.errors import ConfigError, LearnerLost
+from cluster.errors import LearnerLost
 from cluster.types import Weights
 from learner.state import Gathered, Resized, State
 
@@ -281,7 +281,7 @@ class LearnerGroup:
         return folder
 
     async def _all(self, calls: Sequence[Awaitable[T]], timeout: float) -> list[T]:
-        """Results in order; the first failure or the deadline becomes LearnerLost, ConfigError stays one."""
+        """Results in order; the first failure or the deadline becomes LearnerLost."""
         tasks = [asyncio.ensure_future(call) for call in calls]
         try:
             done, pending = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
@@ -291,8 +291,6 @@ class LearnerGroup:
         failed = {tasks.index(task): error for task in done if (error := task.exception()) is not None}
         if failed:
             rank, error = min(failed.items())
-            if isinstance(error, ConfigError):  # no other process would do better
-                raise ConfigError(str(getattr(error, "cause", error))) from error
             raise LearnerLost(f"learner rank {rank}: {type(error).__name__}: {error}") from error
         if pending:
             raise LearnerLost(f"{len(pending)} learner ranks did not answer within {timeout:.0f} s")

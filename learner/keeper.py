@@ -58,10 +58,9 @@ class Keeper:
         stepping = self.group.step(self.effects.share(formed), [late] * len(ranks), step)
         if late is not None and late.mode == "offered":
             metrics = await self._with_scores(stepping, self.scoring.deliver(formed, ranks))
+            metrics = {**metrics, "scored_ahead": self.scoring.scored_ahead}
         else:
             metrics = await stepping
-        if late is not None and late.mode == "offered":
-            metrics = {**metrics, "scored_ahead": self.scoring.scored_ahead}
         return formed, {**metrics, "learners": len(ranks), "scoring": order}
 
     async def _with_scores(
@@ -81,10 +80,14 @@ class Keeper:
             await asyncio.gather(step, minding, delivery, return_exceptions=True)
 
     async def _mind_scorers(self) -> None:
-        """When asking a scorer failed, look who scores now; ends with LearnerLost when nobody does."""
+        """When asking a scorer failed, look who scores now; ends with LearnerLost when nobody does.
+
+        Raises what ended a background task: nobody else would before the rank's deadline.
+        """
         seen = self.scoring.failures
         while True:
             await asyncio.sleep(ROLES_POLL_S)
+            self.scoring.check()
             if self.scoring.failures == seen:
                 continue
             seen = self.scoring.failures

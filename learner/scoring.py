@@ -30,8 +30,10 @@ from learner.credit.pipeline import has_score
 from learner.form import Formed
 from learner.group import RankPort
 from learner.late import Key, Late, Scored, keys_of
+from learner.patience import Patience
 from learner.segments import Floats, Told
-from learner.streaming import ANSWER_SHARE, SegmentPort, Streaming
+from learner.streaming import SegmentPort, Streaming
+from learner.streams import sampled
 
 LISTEN_S = 1.0
 STOP_S = 10.0
@@ -87,7 +89,8 @@ class Scoring:
         self._asks: dict[str, _Ask] = {}
         self._spent = Spent()
         self._failures = 0
-        self._streaming = Streaming(config, port_of, trace, self._spend)
+        self._patience = Patience(config.scorer.timeout_s, lambda: len(self.scorers))
+        self._streaming = Streaming(config, port_of, trace, self._spend, self._patience)
         self._listening: asyncio.Task[None] | None = None
 
     @property
@@ -157,10 +160,8 @@ class Scoring:
             return
         scores: asyncio.Future[Scored] = asyncio.get_running_loop().create_future()
         counted = [member for member in group.members if has_score(member)]
-        sampled = sum(
-            len(call.output) // 4 for member in counted for turn in member.turns for call in turn.calls
-        )
-        ask = self._asks[group.id] = _Ask(group, scores, sampled, self._streaming.claimed(counted))
+        tokens = sum(sampled(member.turns) for member in counted)
+        ask = self._asks[group.id] = _Ask(group, scores, tokens, self._streaming.claimed(counted))
         self._start(ask)
 
     def forget(self, groups: Iterable[str]) -> None:
@@ -273,18 +274,16 @@ class Scoring:
         return rows
 
     async def _whole(self, ask: _Ask, samples: Sequence[Sample]) -> Scored:
-        """Ask until somebody answers; the rank that waits has the deadline (scorer.timeout_s).
-
-        One scorer has only ``ANSWER_SHARE`` of it, then another one is asked: it may hang.
-        """
+        """Ask until somebody answers; the rank that waits has the deadline (scorer.timeout_s)."""
         keys = keys_of(samples)
         batch = self._rows(samples)
         silent = -1
         while True:
             ask.scorer = self._idlest(silent)
             try:
-                async with asyncio.timeout(ANSWER_SHARE * self.config.scorer.timeout_s):
-                    scored = await self._port_of(ask.scorer).score(batch, keys)
+                scored = await self._patience.answer(
+                    ask.scorer, self._port_of(ask.scorer).score(batch, keys)
+                )
             except asyncio.CancelledError:
                 raise
             except Exception as error:

@@ -114,9 +114,6 @@ class KeptContexts(Generic[P]):
         self.used = 0
         self._kept: OrderedDict[str, _Kept[P]] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
     def take(self, trajectory: str, context: Context) -> tuple[int, P | None]:
         """(tokens that need not be run forward, payload) for a context; the trajectory is not kept after it.
 

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from cluster.config import Config
-from cluster.errors import ConfigError, LearnerLost
-from cluster.identity import FIXED
+from cluster.errors import LearnerLost
 from cluster.types import Weights
 from learner.batch import RankBatch
 from learner.checkpoint import (
@@ -166,12 +165,10 @@ class LearnerRank:
     def load(self, folder: str) -> dict[str, Any]:
         """Take weights, moments, random state and version from a verified checkpoint. Collective.
 
-        Returns the ``extra`` it was saved with. Raises ConfigError when it is another run's.
+        Returns the ``extra`` it was saved with.
         """
         place, optimizer = self.joined()
         meta = load_checkpoint(Path(folder), self.model, optimizer, place)
-        if meta.fingerprint != fingerprint(self.config):
-            raise ConfigError(f"{folder} is of another run: it was written with other {', '.join(FIXED)}")
         self.version, self.last = meta.step, None
         self.skipped = int(meta.extra.get("skipped", 0))  # early checkpoints do not tell
         extra: dict[str, Any] = meta.extra["extra"]

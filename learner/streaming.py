@@ -20,12 +20,11 @@ import numpy as np
 from cluster.assemble import VALID
 from cluster.config import Config
 from cluster.types import End, Segment, Trajectory
+from learner.patience import Patience
 from learner.segments import Ask, Floats, Told, Unfolded, unfold
-from learner.streams import Lanes, Stream
+from learner.streams import Lanes, Stream, sampled
 
 RETRY_S = 0.5
-ANSWER_SHARE = 0.4
-"""Of scorer.timeout_s for one answer: another scorer may be asked before the rank that waits gives up."""
 """Between two requests to a scorer that failed: one that died is back in seconds, not at once."""
 WASTE = 2.0
 """A trajectory is left before its end once its scorer has run more than this times what whole rows would
@@ -52,12 +51,14 @@ class Streaming:
         port_of: Callable[[int], SegmentPort],
         trace: Callable[[str, dict[str, Any]], None],
         spent: Callable[[Told], None],
+        patience: Patience,
     ) -> None:
         self.config = config
         self.failures = 0
         self.port_of = port_of
         self._trace = trace
         self._spent = spent
+        self._patience = patience
         self._most = SPARE * config.capacity * config.run.group_size
         self._tokens = config.learner.row_tokens * config.learner.micro_rows  # new ones in a request
         self._streams: OrderedDict[str, Stream] = OrderedDict()
@@ -135,14 +136,14 @@ class Streaming:
                 continue
             ahead += sum(len(scores) for scores in stream.scores)
             stream.whole = stream.claimed = True
-            if stream.scorer < 0 and not stream.scores:  # no scorer had room: its rows, then
-                self._lanes.release(stream)
-                stream.leave()
+            if stream.scorer < 0 and not stream.scores:
+                self._leave(stream, "no scorer had room for it until its group was claimed")
                 continue
             for turn in member.turns[stream.heard :]:
                 stream.add(turn)
             self._release_if_scored(stream)
             self._enqueue(stream)
+        self._place()
         return ahead
 
     async def scores_of(self, member: Trajectory) -> Floats | None:
@@ -196,9 +197,8 @@ class Streaming:
 
     def _place(self) -> None:
         """Room may have come for trajectories that wait for it."""
-        while (stream := self._lanes.next_outside()) is not None:
-            if not self._enqueue(stream) or self._lanes.next_outside() is stream:
-                break
+        for stream in self._lanes.outside():
+            self._enqueue(stream)
 
     def _enqueue(self, stream: Stream) -> bool:
         """Let it be asked for as soon as its scorer is free, if nothing of it is under way.
@@ -224,8 +224,9 @@ class Streaming:
                 asks = [Ask(stream.name, found.contexts) for stream, found in chosen]
                 done = self._lanes.done(scorer)
                 try:
-                    async with asyncio.timeout(ANSWER_SHARE * self.config.scorer.timeout_s):
-                        told = await self.port_of(scorer).score_segments(asks, done)
+                    told = await self._patience.answer(
+                        scorer, self.port_of(scorer).score_segments(asks, done)
+                    )
                 except asyncio.CancelledError:
                     raise
                 except Exception as error:
@@ -252,7 +253,7 @@ class Streaming:
             except ValueError as error:  # compiling the group will say so, too
                 self._leave(stream, str(error))
                 continue
-            tokens += stream.new_tokens
+            tokens += stream.new_tokens + (0 if stream.held else len(stream.base))
             stream.asked, stream.waiting = stream.waiting, []
             chosen.append((stream, found))
         return chosen
@@ -261,7 +262,7 @@ class Streaming:
         """Scores of all turns that were asked for."""
         if stream.left:
             return
-        counts = [sum(len(call.output) for call in turn.calls) // 4 for turn in stream.asked]
+        counts = [sampled([turn]) for turn in stream.asked]
         stream.scored(np.split(scores, np.cumsum(counts)[:-1]), found)
         stream.run += tokens
         self._release_if_scored(stream)

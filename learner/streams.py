@@ -36,6 +36,7 @@ class Stream:
     whole: bool = False  # no turn will follow
     claimed: bool = False  # with its group
     left: bool = False
+    held: bool = False  # its scorer had the prefix when it last answered
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     _open: int = 0  # tokens of the turns without scores
 
@@ -67,6 +68,7 @@ class Stream:
         self.base = found.reached
         self.rows += found.rows
         self.tries = 0
+        self.held = True
         self.changed.set()
 
     def leave(self) -> None:
@@ -74,6 +76,11 @@ class Stream:
         self.left = True
         self.waiting.clear()
         self.changed.set()
+
+
+def sampled(turns: Iterable[Turn]) -> int:
+    """Tokens that the policy sampled in these turns."""
+    return sum(len(call.output) for turn in turns for call in turn.calls) // 4
 
 
 def _tokens(turns: Iterable[Turn]) -> int:
@@ -109,9 +116,9 @@ class Lanes:
             self.scorers[scorer] = _Lane()
         return gone
 
-    def next_outside(self) -> Stream | None:
-        """Who has waited longest for room, if anybody scores."""
-        return next(iter(self._outside), None) if self.scorers else None
+    def outside(self) -> list[Stream]:
+        """Who waits for room, the oldest first; nobody if nobody scores."""
+        return list(self._outside) if self.scorers else []
 
     def enter(self, stream: Stream) -> bool:
         """Let it wait for its scorer; a new one needs room. False if nobody has any."""
@@ -158,7 +165,7 @@ class Lanes:
             lane.done[stream.name] = None
             if stream.whole:
                 self._mean += WEIGHT * (stream.length - self._mean) if self._mean else stream.length
-        stream.scorer, stream.promised = -1, 0
+        stream.scorer, stream.promised, stream.held = -1, 0, False
 
     def pop(self, scorer: int) -> Stream | None:
         """Who is next."""

@@ -34,3 +34,10 @@ def test_constant_batches_in_a_row_are_said_once_and_a_row_starts_anew() -> None
             said += [(step, line) for line in advice.look(record(step, share, success=0.0))]
     assert [step for step, _ in said] == [2 * CONSTANT_STEPS]
     assert "every group's members had the same reward (mean 0.25)" in said[0][1]
+
+
+def test_batches_that_nobody_showed_us_end_a_row() -> None:
+    advice = Advice({"success": 1.0})
+    steps = [1, 2, 3, 5, *range(6, 5 + CONSTANT_STEPS)]
+    said = [step for step in steps if advice.look(record(step, 1.0, success=0.0))]
+    assert said == [4 + CONSTANT_STEPS]

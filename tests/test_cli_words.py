@@ -1,15 +1,8 @@
 """How a command line is read: overrides stand anywhere, also between and after options."""
 
-import re
-import shlex
-from pathlib import Path
-
 import pytest
 
 from deploy.cli import parse
-
-README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
-LINES = re.findall(r"^springtide (.*?)(?:\s+#.*)?$", README, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -57,15 +50,3 @@ def test_what_is_neither_is_refused(line: str, unknown: str, capsys: pytest.Capt
         parse(line.split())
     assert ended.value.code == 2
     assert f"unrecognized arguments: {unknown}" in capsys.readouterr().err
-
-
-def test_the_readme_has_lines_to_read() -> None:
-    assert len(LINES) >= 8
-
-
-@pytest.mark.parametrize("line", LINES)
-def test_every_line_of_the_readme_is_read(line: str) -> None:
-    found = parse(shlex.split(line))
-    words = shlex.split(line)
-    if words[0] in ("train", "eval"):
-        assert found.overrides == [word for word in words if re.fullmatch(r"[a-z_]+\.[a-z_]+=.*", word)]

@@ -52,11 +52,14 @@ def test_paths_and_commands_are_found() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_of_a_page_is_read(page: Path) -> None:
-    for words in commands(page):
+    for line in commands(page):
+        words = shlex.split(line)
         try:
-            parse(shlex.split(words))
+            found = parse(words)
         except SystemExit:
-            pytest.fail(f"springtide {words}")
+            pytest.fail(f"springtide {line}")
+        if words[0] in ("train", "eval"):
+            assert found.overrides == [word for word in words if re.fullmatch(r"[a-z_]+\.[a-z_]+=.*", word)]
 
 
 @pytest.mark.slow

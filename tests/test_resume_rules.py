@@ -8,9 +8,8 @@ import pytest
 
 from cluster.config import Config, build
 from cluster.errors import CheckpointDamaged, ConfigError
-from cluster.identity import differences, identity
 from deploy.paths import RunFolder
-from deploy.resume import check_resume, steps_made
+from deploy.resume import check_resume, differences, identity, steps_made
 
 TREE: dict[str, Any] = {
     "env": {"name": "frozenlake", "params": {"size": 4}},

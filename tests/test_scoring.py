@@ -19,6 +19,7 @@ from cluster.config import ConfigError
 from learner.batch import RankBatch, pack
 from learner.form import build
 from learner.late import Key, Late, OfferedSignals, ScoreBox, Scored, Signal, by_sample, keys_of
+from learner.patience import ANSWER_SHARE, Patience
 from learner.scoring import Scoring, per_micro_batch
 from learner.signals import Colocated, ReferenceScorer
 from learner.step import LearnerRank
@@ -355,6 +356,29 @@ async def test_a_scorer_that_hangs_on_whole_rows_is_given_up_in_time(monkeypatch
             await asyncio.sleep(0.01)
     assert scorers[5].asked and scoring.failures >= 1
     await scoring.stop()
+
+
+async def test_a_scorer_that_works_through_a_queue_is_not_given_up() -> None:
+    """Each answer takes less than the patience with a silent one, all together take more."""
+    heard = Patience(timeout_s=5.0, others=lambda: 2)
+    turn = asyncio.Lock()
+
+    async def served() -> str:
+        async with turn:
+            await asyncio.sleep(0.3)
+        return "scores"
+
+    async with asyncio.timeout(20):
+        found = await asyncio.gather(*(heard.answer(5, served()) for _ in range(8)))
+    assert found == ["scores"] * 8
+
+
+async def test_the_only_scorer_has_all_of_the_deadline() -> None:
+    for others, share in ((2, ANSWER_SHARE), (1, 1.0)):
+        begun = time.monotonic()
+        with pytest.raises(TimeoutError, match="scorer 5 answered nobody"):
+            await Patience(0.5, lambda others=others: others).answer(5, asyncio.Event().wait())  # type: ignore[misc]
+        assert share * 0.5 <= time.monotonic() - begun < share * 0.5 + 0.5
 
 
 async def test_scorers_that_change_their_role_hand_their_work_on() -> None:

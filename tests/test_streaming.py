@@ -201,6 +201,27 @@ async def test_a_trajectory_stays_with_its_scorer_and_scorers_share() -> None:
     await play.scoring.stop()
 
 
+async def test_a_request_to_a_new_scorer_counts_the_prefixes_that_it_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("learner.streaming.RETRY_S", 0.01)
+    play = Play(5, learner={"row_tokens": 64, "micro_rows": 1})
+    made = [member(f"g{i}.0", turns=6) for i in range(8)]
+    for one in made:
+        play.hear(one, 0, 1, 2, 3, 4)
+        await play.settle()
+    before = len(play.requests)
+    play.scorers[7] = Scorer(7)
+    play.scoring.assign([7], "decoupled")  # nothing of theirs is there
+    play.scorers[7].gate.clear()
+    for one in made:
+        play.hear(one, 5)
+    play.scorers[7].gate.set()
+    await until(lambda: sum(len(request) for request in play.requests[before:]) == 8)
+    assert max(len(request) for request in play.requests[before:]) <= 3, "25 tokens of prefix each"
+    await play.scoring.stop()
+
+
 async def test_a_request_is_bounded() -> None:
     play = Play(5, learner={"row_tokens": 64, "micro_rows": 1})
     play.scorers[5].gate.clear()
@@ -500,8 +521,9 @@ async def test_gradients_equal_those_of_whole_rows(tmp_path: Path, room: int) ->
         for one in group.members:
             if turn < len(one.turns):
                 scoring.heard(Segment(trajectory=one.id, group="g", attempt=0, turn=one.turns[turn]))
-                await asyncio.sleep(0)
-                await asyncio.sleep(0)
+                for _ in range(4):
+                    await asyncio.sleep(0)
+    await until(lambda: not scoring._streaming._tasks)  # all that was heard is scored, or has no room
     formed = build([group], config, 1, "decoupled")
     late = scoring.late([group], formed.samples)
     assert late is not None and (scoring.scored_ahead == 1.0 or room < ROOMY)

@@ -78,6 +78,9 @@ def test_eight_ranks_end_to_end(tmp_path: Path) -> None:
         assert job.wait(240.0) == 0, job.tail()
     summary = check(job, 20)
     assert summary["ledger"]["trained"] == 20 * 16
+    ahead = [step["scored_ahead"] for step in job.metrics()][2:]
+    assert sum(ahead) / len(ahead) > 0.25, ahead
+    assert not job.trace("segments_asked_again", "score_asked_again")
     (cpu,) = job.trace("cpu")
     assert not job.remains()
     # A process with torch inside has more than 400 MB.
