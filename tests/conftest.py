@@ -6,6 +6,7 @@ has a deadline of its own: a busy machine is no fault.
 """
 
 import os
+import signal
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +18,8 @@ from cluster.valkey import ValkeyServer
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("search", deadline=None)
+# A shell starts what runs in its background with SIGINT ignored, and so would be every command under test.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
