@@ -166,8 +166,9 @@ class Gate:
         for entry in found:
             self._close(entry)
         self._elsewhere.pop(caller, None)
-        self._ended(caller, self._open.sessions(caller))
+        gone = self._ended(caller, self._open.sessions(caller))
         await self.engine.cancel(caller)
+        await self.engine.release(gone)
         await self._enter(self._decide())
         return len(found)
 
@@ -196,13 +197,16 @@ class Gate:
         if epoch < self._epoch:
             raise StaleEpoch(f"{self.engine.name}: order of epoch {epoch}, already at {self._epoch}")
         self._epoch = epoch
-        inside = [(entry.caller, entry.request.id) for entry in self._open.all() if entry.entered]
+        inside: dict[str, list[str]] = {}
+        for entry in self._open.all():
+            if entry.entered:
+                inside.setdefault(entry.caller, []).append(entry.request.id)
         self._refuse_all(self._open.all(), MOVED)
         gone: list[str] = []
         for caller in self._open.callers():
             gone += self._ended(caller, self._open.sessions(caller))
-        for caller, name in inside:
-            await self.engine.withdraw(caller, [name])
+        for caller, names in inside.items():
+            await self.engine.withdraw(caller, names)
         await self.engine.release(gone)
         await self._enter(self._decide())
 

@@ -38,7 +38,7 @@ class Lane:
         handle: Generator,
         window_s: float,
         counters: Counters,
-        elsewhere: Callable[[], int] = lambda: 0,
+        elsewhere: Callable[[], int],
     ) -> None:
         """``elsewhere``: most tokens free at another generator, told with each poll."""
         self.name = name
@@ -155,7 +155,8 @@ class Lane:
                 self._releasing = set()
 
     async def _submit(self, batch: list[Request]) -> None:
-        if any(request.session in self._ended | self._releasing for request in batch):
+        gone = self._ended | self._releasing
+        if any(request.session in gone for request in batch):
             await self._release_now()  # left and back (a new attempt): what it asks now must not be dropped
         self._counters.submits += 1
         try:

@@ -164,6 +164,7 @@ def _validate_sizes(config: Config) -> None:
         ("learner.step_timeout_s", learner.step_timeout_s),
         ("learner.start_timeout_s", learner.start_timeout_s),
         ("scorer.timeout_s", config.scorer.timeout_s),
+        ("elastic.prepare_timeout_s", config.elastic.prepare_timeout_s),
         ("generator.kv_cache_gb", config.generator.kv_cache_gb),
     ):
         _require(seconds > 0, name, seconds, "must be positive")
@@ -197,7 +198,8 @@ def _validate_sizes(config: Config) -> None:
 
 def _validate_scoring(config: Config) -> None:
     """Who scores, if anybody has to."""
-    objective = config.objective
+    objective, replicas = config.objective, config.scorer.replicas
+    _require(replicas >= 0, "scorer.replicas", replicas, "must be 0 or more")
     if objective.kl_coef > 0 and config.scorer.replicas == 0 and config.scorer.mode == "decoupled":
         raise ConfigError(
             "objective.kl_coef > 0 needs scorer.replicas >= 1 (the reference's scorer), or learners "
@@ -230,6 +232,14 @@ def _validate_tide(config: Config) -> None:
     _require(0 <= admission.headroom < 1, "admission.headroom", admission.headroom, "must lie in [0, 1)")
     _require(0 < admission.diversity <= 1, "admission.diversity", admission.diversity, "must lie in (0, 1]")
     _require(admission.max_tasks >= 0, "admission.max_tasks", admission.max_tasks, "must be 0 (any) or more")
+    pause = admission.pause_env_after_s
+    _require(pause >= 0, "admission.pause_env_after_s", pause, "must not be negative")
+    _require(
+        elastic.max_learners == 0 or elastic.max_learners >= elastic.min_learners,
+        "elastic.max_learners",
+        elastic.max_learners,
+        f"must be 0 (no bound) or at least elastic.min_learners ({elastic.min_learners})",
+    )
     _require(elastic.dead_band >= 0, "elastic.dead_band", elastic.dead_band, "must not be negative")
     _require(config.twin.speed > 0, "twin.speed", config.twin.speed, "must be positive")
 

@@ -24,6 +24,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from cluster import codec
@@ -102,22 +103,35 @@ class Elastic:
         self.map = RoleMap.decode(raw) if raw else RoleMap.first(self.config, 0, session)
         if self.map.session != session:
             self.map = self.map.begin_anew(self.config, session)
-        if raw := await self.queue.get("ranks"):
-            self.machine.load(codec.decode(raw, dict[str, Any]))
+        raw = await self.queue.get("ranks")
+        known = codec.decode(raw, dict[str, Any]) if raw else {}
+        if known:
+            self.machine.load(known)
         self.machine.target = dict(self.map.target) or None
         move = self.map.move
-        if move is None:
+        if move is None and not self._resume_joining(known.get("joining")):
             self.machine.switches.abandoned("the job was started again")
-        else:
+        if move is not None:
             self._proposal = _proposal(move, self._scoring_with(self.map))
             self._since = time.monotonic()
             if self.map.phase == "committed":
                 self.machine.resumed(self._proposal)
             if self.map.phase == "committed" and not self.map.touches_learners:
                 await self._journal(self.map.finish(move.id))  # it has no effect but the map itself
-                self._done(self._proposal, 0.0)
+                await self._done(self._proposal, 0.0)
                 self._proposal = None
         return self.generators()
+
+    def _resume_joining(self, raw: Mapping[str, Any] | None) -> bool:
+        """A rank that was on its way back to generation still is; False if there is none."""
+        move = msgspec.convert(raw["move"], Move) if raw else None
+        if raw is None or move is None or move.rank not in self.map.serving("generator"):
+            return False
+        since = time.monotonic() - max(0.0, time.time() - raw["since"])
+        proposal = _proposal(move, self._scoring_with(self.map))
+        self._join(move, proposal, since)
+        self.machine.resumed(proposal)
+        return True
 
     async def run(self) -> None:
         """See to planned moves, joining generators and roles that nobody serves, until stopped."""
@@ -208,7 +222,8 @@ class Elastic:
             if self._told is not None and again and self.map.phase != "committed" and not self._awaited:
                 return replace(self._told[1], roles=self.map.roles(), move=None, scoring=self.scoring())
             move = self.map.move if self.map.phase == "committed" else None
-            self._choose_scoring(told)
+            if not again:
+                self._choose_scoring(told)
             if move is None and (self.active or self._awaited):
                 await self._expire()
                 await self._note_joined()
@@ -276,6 +291,7 @@ class Elastic:
         self._since = time.monotonic()
         assert self._proposal is not None
         self.machine.begun(self._proposal)
+        await self._remember()
         self._say("move_begun")
         committed = self.map.move
         if move.source == "generator":
@@ -312,7 +328,6 @@ class Elastic:
                 await self._finish(moved.parts)
             else:
                 await self._undo(moved.error)
-            await self._remember()
 
     # -- endings ------------------------------------------------------------------------
 
@@ -326,12 +341,16 @@ class Elastic:
         self._proposal = None
         self.trace("move_made", {"move": move.id, "parts": dict(parts)})
         if move.target == "generator":
-            name = self.name("generator", move.rank)
-            deadline = time.monotonic() + self.config.elastic.prepare_timeout_s
-            self._joining = _Joining(move, proposal, name, self._since, deadline)
-            await self.fleet.join(name)
+            self._join(move, proposal, self._since)
+            await self._remember()
+            await self.fleet.join(self.name("generator", move.rank))
         else:
-            self._done(proposal, time.monotonic() - self._since)
+            await self._done(proposal, time.monotonic() - self._since)
+
+    def _join(self, move: Move, proposal: Proposal, since: float) -> None:
+        deadline = time.monotonic() + self.config.elastic.prepare_timeout_s
+        name = self.name("generator", move.rank)
+        self._joining = _Joining(move, proposal, name, since, deadline)
 
     async def _note_joined(self) -> None:
         """The rank that generates again is healthy, or was not in time: then somebody else may have it."""
@@ -341,22 +360,23 @@ class Elastic:
         slot = self.fleet.slots.get(joining.name)
         if slot is not None and slot.healthy:
             self._joining = None
-            self._done(joining.proposal, now - joining.since)
+            await self._done(joining.proposal, now - joining.since)
         elif now > joining.deadline:
             limit = self.config.elastic.prepare_timeout_s
             await self._journal(self.map.release(joining.move.rank, await self.fleet.grow()))
             await self._not_joined(f"not healthy within elastic.prepare_timeout_s = {limit:g} s")
 
-    async def _not_joined(self, error: str) -> None:
+    async def _not_joined(self, error: str, again: bool = False) -> None:
         """The rank that was to generate again does not; what that took teaches nothing."""
         joining, self._joining = self._joining, None
         assert joining is not None
-        self._forget_move(joining.move, joining.proposal, error, committed=True)
+        await self._forget_move(joining.move, joining.proposal, error, committed=True, again=again)
         await self.fleet.leave(joining.name, error)
 
-    def _done(self, proposal: Proposal, seconds: float) -> None:
+    async def _done(self, proposal: Proposal, seconds: float) -> None:
         self.machine.switched(proposal.kind, seconds, proposal.id)
         self.machine.done(proposal)
+        await self._remember()
         self.trace("move_done", {"move": proposal.id, "kind": proposal.kind, "seconds": round(seconds, 3),
                                  "cost_s": proposal.cost_s, "predicted_s": proposal.predicted_s})  # fmt: skip
 
@@ -370,29 +390,31 @@ class Elastic:
         committed = self.map.phase == "committed"
         epoch = await self.fleet.grow() if committed else self.map.epoch
         await self._journal(self.map.undo(move.id, epoch) if committed else self.map.cancel(move.id))
-        self._forget_move(move, proposal, error, committed, again)
+        await self._forget_move(move, proposal, error, committed, again)
         if committed and move.source == "generator":
             await self.fleet.join(self.name("generator", move.rank))
 
-    def _forget_move(
+    async def _forget_move(
         self, move: Move, proposal: Proposal, error: str, committed: bool, again: bool = False
     ) -> None:
         self._proposal = None
         if not committed:
             self.machine.begun(proposal)  # so that the ledger has a line of it
         self.machine.undone(proposal, again)
+        await self._remember()
         self.trace("move_undone", {"move": move.id, "rank": move.rank, "kind": proposal.kind,
                                    "error": error[:500], "predicted_s": move.predicted_s})  # fmt: skip
 
     async def _expire(self) -> None:
-        """A new role that does not get ready in time is given up."""
-        limit = self.config.elastic.prepare_timeout_s
-        if self.map.phase == "planned" and time.monotonic() - self._since > limit:
-            move = self.map.move
-            assert move is not None
-            why = "too few generators were healthy" if self._prepared == move.id and self._held(move) else (
-                "its new actor was not ready")  # fmt: skip
-            await self._undo(f"{why} within elastic.prepare_timeout_s = {limit:g} s")
+        """A new role that does not get ready in time, or may not be taken up, is given up."""
+        move, limit = self.map.move, self.config.elastic.prepare_timeout_s
+        if move is None or self.map.phase != "planned" or time.monotonic() - self._since <= limit:
+            return
+        ready = self._prepared == move.id
+        if ready and not self._held(move):
+            return  # only its barrier is missing
+        why = "too few generators were healthy" if ready else "its new actor was not ready"
+        await self._undo(f"{why} within elastic.prepare_timeout_s = {limit:g} s")
 
     async def _refill(self) -> None:
         """A needed role at zero stops the job, so no barrier will come: move a rank now, without one.
@@ -438,9 +460,10 @@ class Elastic:
             gone = [r.rank for r in self.map.ranks if r.rank in fresh and r.role == "generator"]
             await self._journal(self.map.lose(fresh, await self.fleet.grow()))
             if move is not None and proposal is not None and self.map.move is None:
-                self._forget_move(move, proposal, f"rank {move.rank} was lost", phase == "committed")
+                why = f"rank {move.rank} was lost"
+                await self._forget_move(move, proposal, why, phase == "committed", again=True)
             if self._joining is not None and self._joining.move.rank in fresh:
-                await self._not_joined(f"rank {self._joining.move.rank} was lost")
+                await self._not_joined(f"rank {self._joining.move.rank} was lost", again=True)
             for rank in gone:
                 await self.fleet.leave(self.name("generator", rank), "its node is lost")
             self.trace("ranks_lost", {"ranks": fresh, "node": node, "epoch": self.fleet.epoch})
@@ -490,8 +513,12 @@ class Elastic:
         self.map = changed
 
     async def _remember(self) -> None:
-        """The switch ledger and the measured costs outlive the process too."""
-        await self.queue.put("ranks", codec.encode(self.machine.state()))
+        """The switch ledger, the measured costs and who is joining outlive the process too."""
+        state, joining = self.machine.state(), self._joining
+        if joining is not None:
+            since = time.time() - (time.monotonic() - joining.since)
+            state["joining"] = {"move": msgspec.to_builtins(joining.move), "since": since}
+        await self.queue.put("ranks", codec.encode(state))
 
     def _say(self, event: str) -> None:
         move = self.map.move

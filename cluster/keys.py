@@ -31,7 +31,7 @@ def _check(tree: dict[str, Any], kind: Struct, where: str, top: Struct) -> None:
             _check(value, inner, f"{where}{key}.", top)
         for word, words in _closed(value, inner):
             if word not in words:
-                raise ConfigError(f"{where}{key} = {word!r} is unknown{one_of(str(word), words)}")
+                raise ConfigError(f"{where}{key} = {word!r} is unknown{_one_of(str(word), words)}")
 
 
 def _closed(value: Any, kind: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
@@ -43,7 +43,7 @@ def _closed(value: Any, kind: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
             yield from _closed(item, get_args(kind)[0])
 
 
-def one_of(word: str, valid: tuple[str, ...]) -> str:
+def _one_of(word: str, valid: tuple[str, ...]) -> str:
     """``" (did you mean 'greedy'? valid: greedy, sampled)"``"""
     close = difflib.get_close_matches(word, valid, n=1, cutoff=0.5)
     meant = f"did you mean {close[0]!r}? " if close else ""

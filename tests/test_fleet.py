@@ -185,5 +185,7 @@ async def test_a_refresh_does_not_wait_for_one_that_hangs() -> None:
             raise AssertionError
 
         fakes.ports["b"].health = hang  # type: ignore[method-assign]
+        before = fleet.slots["a"].reports
         async with asyncio.timeout(5.0):
             await fleet.refresh()
+        assert fleet.slots["a"].reports > before

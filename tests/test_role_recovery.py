@@ -159,6 +159,29 @@ async def test_a_generator_that_does_not_become_healthy_is_no_switch_and_its_ran
         await job.table("generator-0", "generator-1", name)
 
 
+@pytest.mark.parametrize("heals", [True, False])
+async def test_a_restarted_controller_goes_on_waiting_for_the_generator(heals: bool) -> None:
+    async with running(config(elastic={"prepare_timeout_s": 3.0})) as job:
+        await job.table("generator-0", "generator-1")
+        name = job.controller.elastic.name("generator", 1)
+        job.fakes.missing.add(name)
+        await moved(job, generators=3)
+        await job.kill()
+        await job.start()
+        assert await ledger(job) == [("learner>generator", "begun", None)]
+        if heals:
+            job.fakes.missing.clear()
+        end = "move_done" if heals else "move_undone"
+        async with asyncio.timeout(20):
+            while end not in job.names():
+                await asyncio.sleep(0.05)
+        await job.kill()
+        await job.start()
+        ((_, state, cost),) = await ledger(job)
+        assert (state, cost is not None) == (("done", True) if heals else ("undone", False))
+        assert (await job.journal()).counts()["spare"] == (0 if heals else 1)
+
+
 async def test_a_move_is_done_once_the_generator_is_healthy_and_costs_all_that_time() -> None:
     async with running(config()) as job:
         await job.table("generator-0", "generator-1")
@@ -262,6 +285,22 @@ async def test_a_move_that_health_holds_up_is_given_up_in_time() -> None:
         undone = next(fields for event, fields in job.events if event == "move_undone")
         assert "too few generators were healthy within elastic.prepare_timeout_s = 300 s" in undone["error"]
         assert job.controller.elastic.map.phase == "settled"
+
+
+async def test_a_move_that_is_ready_waits_for_its_barrier_however_long_a_step_takes() -> None:
+    async with running(config(learners=1, generators=2)) as job:
+        await job.table("generator-0", "generator-1")
+        job.unready.add("learner-2")
+        await job.controller.scale(learners=2)
+        move = await planned(job)
+        job.unready.clear()
+        while job.controller.elastic._prepared != move.id:
+            await asyncio.sleep(0.02)
+        job.controller.elastic._since -= 1000.0
+        await asyncio.sleep(0.7)  # the background looks, too
+        assert not [event for event, _ in job.events if event == "move_undone"]
+        found = (await job.barrier()).move
+        assert found is not None and found.id == move.id
 
 
 def test_the_machine_leaves_the_floor_of_healthy_generators() -> None:

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from cluster.facts import COLD_STEPS
 from cluster.ranks import StepFacts
 from cluster.sim.fleet import GENERATOR, LEARNER, SCORER, Fleet
 from cluster.sim.rollout import KINDS, Rollout
@@ -11,10 +12,6 @@ from cluster.sim.trainer import Trainer
 
 if TYPE_CHECKING:
     from cluster.sim.moves import Moves
-
-COLD_STEPS = 1
-"""Steps in which the pipeline still fills."""
-
 
 class Figures:
     """Reads the other parts at every commit; changes nothing."""
