@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from cluster.config import Config
-from cluster.elastic import Elastic, Ready
+from cluster.elastic import Elastic
 from cluster.facts import StepWatch
 from cluster.fleet import Connect, Fleet, GeneratorPort, Trace
 from cluster.messages import (
@@ -39,6 +39,7 @@ from cluster.messages import (
     Wanted,
 )
 from cluster.metrics import union
+from cluster.moving import Ready
 from cluster.orders import Orders, TaskSource
 from cluster.ports import Queue
 from cluster.types import Order

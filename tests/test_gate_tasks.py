@@ -99,8 +99,8 @@ async def test_pressure_cuts_what_is_promised_and_what_routers_are_told() -> Non
 
 
 async def test_a_hold_that_runs_out_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_WATCH_S", "_POLL_S"):  # nothing else looks
-        monkeypatch.setattr(f"actors.gate.{name}", 60.0)
+    for name in ("gate._WATCH_S", "gate_core._POLL_S"):  # nothing else looks
+        monkeypatch.setattr(f"actors.{name}", 60.0)
     async with opened(capacity=2000, prefill_tok_s=10_000.0) as (gate, engine):
         await gate.submit("w", [request("a", "ga.0"), request("b", "gb.0", tokens=900)])
         engine.answer("a")

@@ -11,6 +11,7 @@ import ray
 
 from cluster.config import Config, build, dump
 from cluster.errors import ConfigError, RayFailed
+from cluster.trace import Trace
 from deploy import launch, local, models, paths, prepare
 from deploy.local import dashboard_port
 from deploy.paths import RunFolder, check_target, make_importable, temporary_root, with_environment
@@ -87,9 +88,21 @@ def started(monkeypatch: pytest.MonkeyPatch, path: Path, begin: Any) -> None:
         launch.start(config(), path)
 
 
+def traced(folder: RunFolder, event: str) -> None:
+    """One event in the trace of a job, as its components write it."""
+    trace = Trace(folder.trace, "driver")
+    trace(event, {})
+    trace.close()
+
+
 def test_a_start_that_failed_leaves_no_run_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    started(monkeypatch, tmp_path / "run", lambda folder: folder.trace.write_text("{}\n"))
+    started(monkeypatch, tmp_path / "run", lambda folder: traced(folder, "queue_started"))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_start_that_saw_a_death_keeps_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started(monkeypatch, tmp_path / "run", lambda folder: traced(folder, "component_died"))
+    assert (tmp_path / "run/trace.jsonl").exists(), "the death can be looked into"
 
 
 def test_a_job_that_had_begun_keeps_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
