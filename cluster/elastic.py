@@ -180,7 +180,7 @@ class Elastic(Moving):
         if self.config.scorer.mode != "auto" or not told.get("scoring_active"):
             return
         measured = Measured()
-        measured.observe(told.get("score_s"), told.get("train_s"), told.get("swap_s"))
+        measured.observe(told.get("score_s"), told.get("train_s"), told.get("swap_s"), told.get("ahead"))
         learners = max(1, int(told["learners"]))
         costs = measured.costs(int(told["scorers"]), learners, learners)
         self.machine.balance.swap_s = 2 * (measured.swap_s or 0.0)

@@ -14,10 +14,13 @@ reference model; the cost model is ours, its published form was not available):
 - **colocated**: the same ranks do both, in bursts: whatever is ready is scored after the frozen model was
   swapped in, and trained after it was swapped out: ``2 * swap + |burst| * (f' + g')`` each.
 
-If all is ready at the start and the split is balanced (``f' = g'``), decoupled takes one ``f'`` more
-than the work itself (the *fill* of the pipeline) and colocated two swaps more: decoupled wins iff
-``2 * swap > fill``. If arrivals are slow both end at about ``a_M``; then the better one is the one that
-frees ranks for generation, so the choice of mode says by how much it wins and what it frees.
+Scorers of their own score segments as they stream: a share ``ahead`` of a batch, measured, has its scores
+when its groups are claimed, and only ``f' * (1 - ahead)`` of a micro-batch is left.
+
+If all is ready at the start, nothing is scored ahead and the split is balanced (``f' = g'``), decoupled
+takes one ``f'`` more than the work itself (the *fill* of the pipeline) and colocated two swaps more:
+decoupled wins iff ``2 * swap > fill``. If arrivals are slow both end at about ``a_M``; then the better one is
+the one that frees ranks for generation.
 
 *Gated* means that no micro-batch is trained before the last one is ready (the batch is formed whole, then
 trained), while scorers of their own still score early.
@@ -48,7 +51,8 @@ class Costs:
     """Measured seconds and the ranks there are.
 
     ``score_s`` and ``train_s``: one full micro-batch on one rank. ``swap_s``: bringing the frozen model
-    in, or taking it out, once. ``colocated``: ranks that score and train when colocated; None means
+    in, or taking it out, once. ``ahead``: share of a batch that scorers of their own have scored when its
+    groups are claimed. ``colocated``: ranks that score and train when colocated; None means
     all, ``scorers + learners`` (fewer are freed for generation).
     """
 
@@ -58,12 +62,15 @@ class Costs:
     scorers: int
     learners: int
     colocated: int | None = None
+    ahead: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("score_s", "train_s", "swap_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} = {value!r}: must be finite seconds, 0 or more")
+        if not 0 <= self.ahead <= 1:
+            raise ValueError(f"ahead = {self.ahead!r}: must be a share from 0 to 1")
         if self.scorers < 0:
             raise ValueError(f"scorers = {self.scorers}: must be 0 or more")
         if self.learners < 1:
@@ -104,7 +111,7 @@ def decoupled_s(
     """
     if costs.scorers == 0 and costs.score_s > 0:
         return math.inf if ready else 0.0
-    score = costs.score_s / max(1, costs.scorers)
+    score = costs.score_s * (1.0 - costs.ahead) / max(1, costs.scorers)
     train = costs.train_s / costs.learners
     scored = trained = 0.0
     if gated and ready:
@@ -152,15 +159,6 @@ def thrash_s(ready: Sequence[float], costs: Costs, sizes: Sequence[float] | None
     return now
 
 
-def fill_s(costs: Costs, count: int) -> float:
-    """What decoupled takes beyond its work if all is ready: ``C_dec - M * (score + train) / ranks``.
-
-    For a balanced split it is one micro-batch's scoring, ``score_s / scorers``.
-    """
-    work = count * (costs.score_s + costs.train_s) / (costs.scorers + costs.learners)
-    return decoupled_s((0.0,) * count, costs) - work
-
-
 def _sizes(ready: Sequence[float], sizes: Sequence[float] | None) -> Sequence[float]:
     if sizes is None:
         return (1.0,) * len(ready)
@@ -181,25 +179,6 @@ class ScoringFacts:
     tprm_s: float
     costs: Costs
     gated: bool = False
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The mode of the next batch and what each would take.
-
-    ``saving_s``: seconds a step by which ``mode`` beats the other (negative while hysteresis or a tie
-    holds it); infinite where the other cannot run. ``freed``: ranks that colocated scoring would leave
-    to generation. ``wanted``: the mode that wins if ranks could be moved: with no scorer at all,
-    decoupled is compared with one, by ``wanted_saving_s``.
-    """
-
-    mode: Mode
-    decoupled_s: float
-    colocated_s: float
-    saving_s: float
-    freed: int
-    wanted: Mode
-    wanted_saving_s: float
 
 
 def completions(facts: ScoringFacts) -> tuple[float, float]:
@@ -244,10 +223,10 @@ class ScoringChooser:
         self.agree_steps = max(1, agree_steps)
         self._asked = 0
 
-    def choose(self, facts: ScoringFacts | None) -> Choice:
-        """Decide for the next batch. None (nothing measured yet) keeps the mode."""
+    def choose(self, facts: ScoringFacts | None) -> Mode:
+        """The mode of the next batch. None (nothing measured yet) keeps the one in use."""
         if facts is None:
-            return Choice(self.mode, 0.0, 0.0, 0.0, 0, self.mode, 0.0)
+            return self.mode
         decoupled, shared = completions(facts)
         freed = facts.costs.freed
         if math.isinf(decoupled):
@@ -258,9 +237,7 @@ class ScoringChooser:
             if self._asked >= self.agree_steps:
                 self.mode = "colocated" if self.mode == "decoupled" else "decoupled"
                 self._asked = 0
-        wanted, by = self._wanted(facts, decoupled, shared)
-        saving = shared - decoupled if self.mode == "decoupled" else decoupled - shared
-        return Choice(self.mode, decoupled, shared, saving, freed, wanted, by)
+        return self.mode
 
     def _challenger(self, decoupled: float, shared: float, freed: int) -> Mode:
         """The mode asked for now, with the lead that the one in use has."""
@@ -271,18 +248,6 @@ class ScoringChooser:
         if gap > self.band or (best == "colocated" and freed > 0 and gap <= self.tie):
             return best
         return self.mode
-
-    def _wanted(self, facts: ScoringFacts, decoupled: float, shared: float) -> tuple[Mode, float]:
-        costs = facts.costs
-        if math.isinf(decoupled):
-            more = Costs(costs.score_s, costs.train_s, costs.swap_s, 1, costs.learners, costs.shared)
-            decoupled, shared = completions(
-                ScoringFacts(facts.micro_batches, facts.ras, facts.tprm_s, more, facts.gated)
-            )
-            best = better(decoupled, shared, 1, self.band)  # a rank has to be taken from generation
-        else:
-            best = better(decoupled, shared, costs.freed, self.tie)
-        return best, (shared - decoupled if best == "decoupled" else decoupled - shared)
 
 
 def batch_range(
@@ -314,7 +279,7 @@ def batch_range(
 
 
 class Measured:
-    """Exponentially weighted means of what scoring, training and swapping take (seconds).
+    """Exponentially weighted means: what scoring, training and swapping take (seconds), what is scored ahead.
 
     ``weight`` is that of the newest value. A value that is None is not known yet.
     """
@@ -326,16 +291,23 @@ class Measured:
         self.score_s: float | None = None
         self.train_s: float | None = None
         self.swap_s: float | None = None
+        self.ahead: float | None = None
 
     def observe(
-        self, score_s: float | None = None, train_s: float | None = None, swap_s: float | None = None
+        self,
+        score_s: float | None = None,
+        train_s: float | None = None,
+        swap_s: float | None = None,
+        ahead: float | None = None,
     ) -> None:
-        """Take in seconds per full micro-batch on one rank (swap: once, one way); None was not seen."""
-        for name, value in (("score_s", score_s), ("train_s", train_s), ("swap_s", swap_s)):
+        """Take in seconds per full micro-batch on one rank (swap: once, one way) and the share of a batch
+        that was scored when it was claimed; None was not seen."""
+        seen = {"score_s": score_s, "train_s": train_s, "swap_s": swap_s, "ahead": ahead}
+        for name, value in seen.items():
             if value is None:
                 continue
             if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} = {value!r}: must be finite seconds, 0 or more")
+                raise ValueError(f"{name} = {value!r}: must be finite, 0 or more")
             before = getattr(self, name)
             setattr(self, name, value if before is None else before + self.weight * (value - before))
 
@@ -343,9 +315,10 @@ class Measured:
         """The costs to choose by; None until training was measured and scoring or a swap too.
 
         Unmeasured scoring is taken as ``train_s / TRAIN_PER_SCORE``, an unmeasured swap as free (then the
-        first colocated batch measures it).
+        first colocated batch measures it); without a batch of scorers' own, nothing is scored ahead.
         """
         if self.train_s is None or (self.score_s is None and self.swap_s is None):
             return None
         score = self.train_s / TRAIN_PER_SCORE if self.score_s is None else self.score_s
-        return Costs(score, self.train_s, self.swap_s or 0.0, scorers, learners, colocated)
+        ahead = min(1.0, self.ahead or 0.0)
+        return Costs(score, self.train_s, self.swap_s or 0.0, scorers, learners, colocated, ahead)

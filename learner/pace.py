@@ -53,6 +53,7 @@ class StepFacts:
         self.signal_wait_s = spent.get("signal", 0.0) / learners
         self.scorer_busy_s = scored.seconds + spent.get("score", 0.0)
         self._observe(formed.plan.tokens, spent, scored, learners)
+        self.costs.observe(ahead=metrics.get("scored_ahead"))
         step_s = now - self._committed if self._committed is not None else 0.0
         self._committed = now
         groups = len(batch.groups)
@@ -107,8 +108,8 @@ class StepFacts:
 
         Seconds are summed over ranks for ``twt_s`` (waited for data and scores), ``learner_busy_s``
         (training, without scoring) and ``scorer_busy_s`` (scoring, wherever it ran). ``score_s``,
-        ``train_s``, ``swap_s`` are running means for ``cluster.pipeline.Costs`` (None: not measured
-        yet). ``sync_s``: the publish before this step, and switches. ``step_s`` is from commit to
+        ``train_s``, ``swap_s``, ``ahead`` are running means for ``cluster.pipeline.Costs`` (None: not
+        measured yet). ``sync_s``: the publish before this step, and switches. ``step_s`` is from commit to
         commit (0: the first).
         """
         return {
@@ -120,4 +121,5 @@ class StepFacts:
             "score_s": self.costs.score_s,
             "train_s": self.costs.train_s,
             "swap_s": self.costs.swap_s,
+            "ahead": self.costs.ahead,
         }

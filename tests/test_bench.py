@@ -72,19 +72,45 @@ def test_learner_and_plain_loop_train_the_same_samples(monkeypatch: pytest.Monke
     assert run.headline("learner", full) == (0.95, 0.9)
 
 
+def extra(**marks: bool) -> dict[str, bool | float]:
+    return {"void": False, "disturbed": False, "balanced": True, "cpu_share": 0.3, **marks}
+
+
 def test_errors_of_twins_are_judged_by_their_mean_over_seeds() -> None:
     def one(error: float, void: bool = False) -> dict[str, object]:
         errors = {"goodput": error, "wait": 0.0, "kv_hit": -error}
-        return {"errors": errors, "measured": {"extra": {"void": void, "disturbed": False}}}
+        return {"errors": errors, "measured": {"extra": extra(void=void)}}
 
     told = twins.summary([one(0.14), one(0.04), one(0.06)])
-    assert told["within"] and not told["void"]
+    assert told["within"] and not told["unsound"]
     assert told["largest"] == {"goodput": 0.14, "wait": 0.0, "kv_hit": -0.14}
     assert told["errors"]["goodput"]["mean"] == pytest.approx(0.08)
     low, high = told["errors"]["goodput"]["interval"]
     assert low < 0.08 < high and told["errors"]["goodput"]["seeds"] == 3
     assert not twins.summary([one(0.14), one(0.08)])["within"]
-    assert twins.summary([one(0.0), one(0.0, void=True)])["void"]
+    assert twins.summary([one(0.0), one(0.0, void=True)])["unsound"] == ["void"]
+
+
+@pytest.mark.parametrize(
+    ("marks", "ok"),
+    [({}, True), ({"void": True}, False), ({"disturbed": True}, False), ({"balanced": False}, False)],
+)
+def test_elastic_ranks_win_only_on_runs_that_count(
+    monkeypatch: pytest.MonkeyPatch, marks: dict[str, bool], ok: bool
+) -> None:
+    def played(recipe: str, words: tuple[str, ...], root: Path) -> tuple[twins.Figures, None]:
+        fixed = "elastic.enabled=false" in words
+        wait, goodput = (4.0, 90.0) if fixed else (1.0, 100.0)
+        last = "generator.replicas=1" in words
+        return twins.Figures(goodput, wait, {}, {}, 0.5, 1.0, 0.5, extra(**(marks if last else {}))), None
+
+    figures = twins.Figures(1.0, 1.0, {}, {}, 0.5, 1.0, 0.5)
+    monkeypatch.setattr(twins, "live", played)
+    monkeypatch.setattr(twins, "predicted", lambda *_: figures)
+    monkeypatch.setattr(twins, "moves", lambda _: [])
+    report = twins.shift(144, 99, lambda _: None)
+    assert (report["wait_against_best"], report["goodput_against_best"]) == (0.25, 100.0 / 90.0)
+    assert report["ok"] is ok
 
 
 def test_where_a_machine_is_full_lies_between_two_runs() -> None:

@@ -570,15 +570,17 @@ def test_costs_are_told_per_full_micro_batch_on_one_rank() -> None:
     scoring = Scoring(facts.config, {}.__getitem__, lambda *_: None)
     told = facts.told(2, scoring)
     assert (told["train_s"], told["score_s"], told["swap_s"]) == (2.0, 1.0, 0.2)
+    assert told["ahead"] is None, "learners scored it"
     assert told["twt_s"] == pytest.approx((2.0 + 0.2) * 2) and told["scorer_busy_s"] == 2.5
     assert (told["micro_batches"], told["ras"], told["tprm_s"], told["depth"]) == (3, 1, 0.5, 7)
     assert told["step_s"] == 0.0 and facts.pace() == Pace(5.0 / 2 / 2, 0.0)
     facts.published(0.25)
     facts.switched({"gather": 1.0, "total": 3.0})
-    decoupled = {"learners": 2, "spent": {"train": 5.0, "signal": 0.0}}
+    decoupled = {"learners": 2, "spent": {"train": 5.0, "signal": 0.0}, "scored_ahead": 0.8}
     facts.committed(batch, formed, decoupled, Spent(seconds=6.0, tokens=256), 7, 104.0)
     told = facts.told(2, scoring)
     assert told["score_s"] == pytest.approx(1.0 + 0.3 * (3.0 - 1.0)) and told["swap_s"] == 0.2
+    assert told["ahead"] == 0.8
     assert told["step_s"] == 4.0 and told["sync_s"] == 3.25 and told["scorer_busy_s"] == 6.0
     assert facts.pace().fixed_s == 0.25
 

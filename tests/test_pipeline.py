@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from cluster.pipeline import (
     TAIL_SHARE,
-    Choice,
     Costs,
     Measured,
     ScoringChooser,
@@ -20,7 +19,6 @@ from cluster.pipeline import (
     colocated,
     completions,
     decoupled_s,
-    fill_s,
     full_batch_s,
     order,
     thrash_s,
@@ -101,6 +99,12 @@ def test_slower_parts_never_end_earlier(ready: tuple[float, ...], given_costs: C
     assert decoupled_s(ready, slower) >= decoupled_s(ready, given_costs) - 1e-9
 
 
+def fill(costs: Costs, count: int) -> float:
+    """What decoupled takes beyond its work if all is ready and nothing was scored ahead."""
+    work = count * (costs.score_s + costs.train_s) / (costs.scorers + costs.learners)
+    return decoupled_s((0.0,) * count, costs) - work
+
+
 @given(st.floats(0.01, 50), st.floats(0.01, 20), st.integers(1, 32))
 def test_if_all_is_ready_decoupled_wins_iff_two_swaps_exceed_the_fill(
     work: float, swap: float, count: int
@@ -109,7 +113,7 @@ def test_if_all_is_ready_decoupled_wins_iff_two_swaps_exceed_the_fill(
     balanced = Costs(score_s=work, train_s=3 * work, swap_s=swap, scorers=1, learners=3)
     ready = arrivals(count, 0.0, count)
     dec, col = decoupled_s(ready, balanced), colocated(ready, balanced)[0]
-    assert fill_s(balanced, count) == pytest.approx(work, rel=1e-6)
+    assert fill(balanced, count) == pytest.approx(work, rel=1e-6)
     if not math.isclose(2 * swap, work, rel_tol=1e-6):
         assert (dec < col) == (2 * swap > work)
 
@@ -121,8 +125,8 @@ def test_any_split_decoupled_wins_iff_two_swaps_exceed_the_fill(
     split = Costs(score, train, swap, 1, learners)
     ready = arrivals(count, 0.0, count)
     dec, col = decoupled_s(ready, split), colocated(ready, split)[0]
-    if abs(2 * swap - fill_s(split, count)) > 1e-6:
-        assert (dec < col) == (2 * swap > fill_s(split, count))
+    if abs(2 * swap - fill(split, count)) > 1e-6:
+        assert (dec < col) == (2 * swap > fill(split, count))
 
 
 def test_the_chosen_mode_is_the_faster_one_over_a_grid() -> None:
@@ -135,12 +139,11 @@ def test_the_chosen_mode_is_the_faster_one_over_a_grid() -> None:
         for start in ("decoupled", "colocated"):
             chooser = ScoringChooser(start)  # type: ignore[arg-type]
             for _ in range(3):
-                choice = chooser.choose(facts)
-            best, chosen = min(dec, col), dec if choice.mode == "decoupled" else col
+                mode = chooser.choose(facts)
+            best, chosen = min(dec, col), dec if mode == "decoupled" else col
             total += 1
             right += chosen == best
             assert chosen <= best * 1.0205  # never worse than the hysteresis band
-            assert choice.saving_s == pytest.approx((col - dec) * (1 if choice.mode == "decoupled" else -1))
     assert right / total >= 0.95, f"{right} of {total}"
 
 
@@ -150,33 +153,42 @@ def test_a_tie_goes_to_the_mode_that_frees_ranks() -> None:
     dec, col = completions(slow)
     assert abs(dec - col) < 0.01 * dec
     chooser = ScoringChooser()
-    modes = [chooser.choose(slow).mode for _ in range(3)]
+    modes = [chooser.choose(slow) for _ in range(3)]
     assert modes == ["decoupled", "colocated", "colocated"]
-    assert chooser.choose(slow).freed == 1
+    assert slow.costs.freed == 1
     assert better(10.0, 10.05, 0) == "decoupled" and better(10.0, 10.05, 1) == "colocated"
 
 
-def test_without_scorers_colocated_is_chosen_at_once_and_a_scorer_is_wanted_where_it_pays() -> None:
-    """All ready, training 8 x 3 on one rank: a scorer would hide the scoring and save both swaps."""
+def test_without_scorers_colocated_is_chosen_at_once() -> None:
     facts = ScoringFacts(8, 8, 0.0, Costs(1.0, 3.0, 2.0, 0, 1, colocated=1))
-    choice = ScoringChooser().choose(facts)
-    assert choice.mode == "colocated" and math.isinf(choice.decoupled_s)
-    assert choice.wanted == "decoupled"
-    assert choice.wanted_saving_s == pytest.approx((4 + 8 * 4) - (1 + 8 * 3))
-    idle = ScoringFacts(8, 0, 100.0, Costs(1.0, 3.0, 0.0, 0, 1, colocated=1))
-    assert ScoringChooser().choose(idle).wanted == "colocated"
+    assert math.isinf(completions(facts)[0])
+    assert ScoringChooser().choose(facts) == "colocated"
+
+
+def test_what_is_scored_ahead_counts_for_scorers_of_their_own() -> None:
+    """Two micro-batches, both ready, swaps free: sharing wins, unless segments were scored as they came."""
+    late = ScoringFacts(2, 2, 0.0, Costs(2.0, 4.0, 0.0, 1, 2, colocated=3))
+    ahead = ScoringFacts(2, 2, 0.0, Costs(2.0, 4.0, 0.0, 1, 2, colocated=3, ahead=0.9))
+    assert completions(late) == (6.0, 4.0)
+    assert completions(ahead) == (pytest.approx(4.2), 4.0)
+    shared = ScoringFacts(2, 2, 0.0, Costs(2.0, 4.0, 0.0, 1, 2, colocated=2, ahead=0.9))
+    for facts, mode in ((late, "colocated"), (shared, "decoupled")):
+        chooser = ScoringChooser()
+        assert [chooser.choose(facts) for _ in range(3)][-1] == mode
+    with pytest.raises(ValueError, match=r"ahead = 1\.5"):
+        Costs(1, 1, 1, 1, 1, ahead=1.5)
 
 
 def test_hysteresis_needs_agreement_and_a_lead() -> None:
     fast_swap = ScoringFacts(8, 8, 0.0, Costs(1.0, 3.0, 0.1, 1, 3))
     slow_swap = ScoringFacts(8, 8, 0.0, Costs(1.0, 3.0, 1.0, 1, 3))
     chooser = ScoringChooser()
-    seen = [chooser.choose(f).mode for f in (fast_swap, slow_swap, fast_swap, slow_swap)]
+    seen = [chooser.choose(f) for f in (fast_swap, slow_swap, fast_swap, slow_swap)]
     assert seen == ["decoupled"] * 4  # asked for every second step only
     near = ScoringFacts(8, 8, 0.0, Costs(1.0, 3.0, 0.45, 1, 3))  # colocated leads by 1%
-    assert [chooser.choose(near).mode for _ in range(5)] == ["decoupled"] * 5
-    assert [chooser.choose(fast_swap).mode for _ in range(2)] == ["decoupled", "colocated"]
-    assert chooser.choose(None) == Choice("colocated", 0.0, 0.0, 0.0, 0, "colocated", 0.0)
+    assert [chooser.choose(near) for _ in range(5)] == ["decoupled"] * 5
+    assert [chooser.choose(fast_swap) for _ in range(2)] == ["decoupled", "colocated"]
+    assert chooser.choose(None) == "colocated"
 
 
 @given(st.lists(st.tuples(st.integers(0, 8), st.floats(0, 5), st.floats(0, 3)), min_size=4, max_size=40))
@@ -185,7 +197,7 @@ def test_the_mode_never_changes_twice_within_the_steps_that_must_agree(
 ) -> None:
     chooser = ScoringChooser(agree_steps=3)
     modes = [
-        chooser.choose(ScoringFacts(8, ras, tprm, Costs(1.0, 3.0, swap, 1, 3))).mode
+        chooser.choose(ScoringFacts(8, ras, tprm, Costs(1.0, 3.0, swap, 1, 3)))
         for ras, tprm, swap in trace
     ]
     changes = [i for i in range(1, len(modes)) if modes[i] != modes[i - 1]]
@@ -286,6 +298,10 @@ def test_measured_means_and_their_guesses() -> None:
     assert measured.costs(0, 2, 2) == Costs(1.0, 3.0, 1.0, 0, 2, 2)  # a forward pass is a third
     measured.observe(score_s=2.0, train_s=5.0)
     assert measured.costs(1, 1) == Costs(2.0, 4.0, 1.0, 1, 1)
+    measured.observe(ahead=0.8)
+    measured.observe(ahead=0.4)
+    known = measured.costs(1, 1)
+    assert known is not None and known.ahead == pytest.approx(0.6)
     with pytest.raises(ValueError, match="score_s = -1"):
         measured.observe(score_s=-1)
     with pytest.raises(ValueError, match="learners = 0"):

@@ -346,6 +346,18 @@ async def test_what_swapping_models_takes_counts_in_predictions() -> None:
         assert job.controller.elastic.machine.balance.swap_s == 0.5, "to the scorer and back"
 
 
+@pytest.mark.parametrize(("ahead", "mode"), [(None, "colocated"), (0.9, "decoupled")])
+async def test_what_is_scored_ahead_decides_who_scores(ahead: float | None, mode: str) -> None:
+    """Swaps are free: learners would score themselves, were segments not scored as they stream."""
+    settings = config(scorers=1, learners=2, generators=1, scorer={"mode": "auto"})
+    async with running(settings) as job:
+        costs = {"score_s": 2.0, "train_s": 4.0, "swap_s": 0.0, "ahead": ahead}
+        ready = {"micro_batches": 2, "ras": 2, "tprm_s": 0.0}
+        for _ in range(3):
+            answer = await job.barrier(scoring_active=True, scorers=1, learners=2, **ready, **costs)
+        assert answer.scoring == mode
+
+
 async def test_a_step_is_told_with_what_rolls_out_and_what_could() -> None:
     async with running(config()) as job:
         await job.table("generator-0", "generator-1")

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import count
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from cluster.sim.profile import Profile
 from cluster.sim.scenario import Split
 from cluster.sim.scorers import Scorers, makespan
 from cluster.sim.tasks import Group
-from cluster.sim.world import run
+from cluster.sim.world import World
 from tests.test_sim_world import PROFILE, Growing, policy, scenario
 
 TOKEN_S = 0.001
@@ -164,12 +165,25 @@ def test_segments_scored_in_time_leave_learners_less_to_wait_for(monkeypatch: py
         profile=profile,
     )  # fmt: skip
 
-    def waits() -> float:
-        return sum(step.twt_s.get("signal", 0.0) for step in run(job).steps)
+    def play() -> tuple[float, float]:
+        """(seconds that learners waited for scores, mean share of a batch scored ahead)"""
+        world, ahead = World(job), []
+        close = world.trainer.close
 
-    streamed = waits()
+        def closing() -> list[Group]:
+            batch = close()
+            ahead.append(world.trainer.scored_ahead)
+            return batch
+
+        world.trainer.close = closing  # type: ignore[method-assign]
+        waits = sum(step.twt_s.get("signal", 0.0) for step in world.run().steps)
+        return waits, fmean(share for share in ahead if share is not None)
+
+    streamed, ahead = play()
     monkeypatch.setattr("cluster.sim.trainer.Scorers", Closed)
-    assert streamed < 0.5 * waits()
+    whole, behind = play()
+    assert streamed < 0.5 * whole
+    assert 0.0 < behind < ahead <= 1.0
 
 
 def test_makespan_is_that_of_the_fullest_rank() -> None:

@@ -64,6 +64,8 @@ class Trainer:
         self.ras_tokens = 0
         self.late: list[tuple[float, int]] = []  # (time, tokens) of groups that came after the opening
         self.head_age_s = 0.0
+        self.scored_ahead: float | None = None  # share of the last batch; None if learners scored it
+        self._behind = 0  # tokens of the batch that were not scored when their group was claimed
         self.full_at = -1.0  # when the batch became whole
         self._after = after
         self._waits = waits
@@ -101,6 +103,7 @@ class Trainer:
         self.open_at, self.started_at, self.full_at = now, -1.0, -1.0
         self.micro, self.swaps_s = 0, 0.0
         self.late = []
+        self._behind = 0
         size = self.scenario.groups_per_step
         oldest = sorted(self.ready)[:size]
         self.ras_tokens = sum(entry[3].train_tokens for entry in oldest)
@@ -137,6 +140,7 @@ class Trainer:
             batch.append(group)
             if self._passes and self.scoring == "decoupled" and not group.scored:
                 self._unscored[group.number] = group
+                self._behind += group.unscored
             else:
                 self._take_rows(group)
         if self._enough(now, len(batch)):
@@ -277,6 +281,9 @@ class Trainer:
     def close(self) -> list[Group]:
         """The step is committed: its groups."""
         batch, self.batch = self.batch, []
+        tokens = sum(group.train_tokens for group in batch)
+        by_scorers = self._passes and self.scoring == "decoupled"
+        self.scored_ahead = max(0.0, 1.0 - self._behind / tokens) if by_scorers and tokens else None
         self.open_at = -1.0
         self._whole = False
         return batch

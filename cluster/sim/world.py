@@ -299,6 +299,7 @@ class World:
             score_s=full * profile.scorer.passes / profile.scorer.forward_tok_s,
             train_s=full * (1 / profile.learner.forward_tok_s + 1 / profile.learner.backward_tok_s),
             swap_s=profile.scorer.swap_s,
+            ahead=trainer.scored_ahead,
         )
         costs = self.measured.costs(trainer.scorers, trainer.learners, trainer.learners)
         facts = None if costs is None else ScoringFacts(micro, ras, tprm_s, costs, self.scenario.gated)

@@ -53,7 +53,7 @@ def window(config: Config) -> tuple[int, int]:
 
 
 def live(recipe: str, overrides: Sequence[str], root: Path) -> tuple[Figures, Config]:
-    """Run a job to its end. Raises RuntimeError when it fails or was too much for this machine."""
+    """Run a job to its end. Raises RuntimeError when it fails, TimeoutExpired after ``DEADLINE_S``."""
     words = [*overrides, f"run.root={root}"]
     config = load(RECIPES / recipe, words)
     command = [sys.executable, "-m", "deploy.cli", "train", str(RECIPES / recipe), *words]
