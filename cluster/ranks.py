@@ -116,6 +116,7 @@ class RankMachine:
         self._skip = 0  # coming steps that contain a switch
         self._asked = ""  # generation or consumption
         self._streak = 0
+        self._deficit = 0.0  # of the step that is decided on
         self._counts: dict[str, int] = {}
         self._step = 0
         self._step_s = 0.0
@@ -150,6 +151,7 @@ class RankMachine:
             self.switches.settled(self.balance.sample)
         if self.target is not None:
             return self._toward_target(facts, counts)
+        self._deficit = deficit(facts, counts, self.balance.held_back(counts, facts.scoring))
         asked = self._ask(facts, counts)
         self._streak = self._streak + 1 if asked and asked == self._asked else int(bool(asked))
         self._asked = asked
@@ -157,7 +159,7 @@ class RankMachine:
 
     def _ask(self, facts: StepFacts, counts: Mapping[str, int]) -> str:
         """generation, consumption or nothing."""
-        d, band = self._deficit(facts, counts), self.bounds.dead_band
+        d, band = self._deficit, self.bounds.dead_band
         unscored = facts.signal_s / max(1, counts["learner"]) / max(facts.step_s, 1e-9)
         if unscored > max(band, d) and facts.phase == "train":
             return "consumption"
@@ -167,9 +169,6 @@ class RankMachine:
         if facts.phase == "train" and (d < -band or (old and d < 0)):
             return "consumption"
         return ""
-
-    def _deficit(self, facts: StepFacts, counts: Mapping[str, int]) -> float:
-        return deficit(facts, counts, self.balance.held_back(counts, facts.scoring))
 
     def _best(self, facts: StepFacts, counts: Mapping[str, int]) -> Proposal | None:
         needed = self.bounds.agree_steps if facts.phase == "train" else 1
@@ -203,7 +202,7 @@ class RankMachine:
         if not self._undoes(kind):
             return True
         earned = self._shifted or facts.step - self.ledger[-1].step >= self.bounds.horizon_steps
-        return earned and abs(self._deficit(facts, counts)) > 2 * self.bounds.dead_band
+        return earned and abs(self._deficit) > 2 * self.bounds.dead_band
 
     def _undoes(self, kind: str) -> bool:
         """It is the reverse of the last move."""
@@ -235,7 +234,7 @@ class RankMachine:
         saving = (now - then if math.isfinite(now) else then) * trust
         if math.isfinite(now) and not self._free(source, target):
             error = trust * self.balance.saving_error((counts, mode_now), (after, scoring))
-        why = f"{agreed} deficit {self._deficit(facts, counts):+.2f}" if source != "spare" else "spare rank"
+        why = f"{agreed} deficit {self._deficit:+.2f}" if source != "spare" else "spare rank"
         why += EARLY if self.balance.generation.mixed > 0 else ""
         proposal = Proposal(source=source, target=target, scoring=scoring, reason=why,
                             predicted_s=saving, cost_s=self.switches.cost(kind))  # fmt: skip
