@@ -161,9 +161,7 @@ class RemoteGenerator:
 
     async def load_weights(self, weights: Weights, epoch: int) -> int:
         """See ``ports.WeightSink``."""
-        version: int = await asyncio.wait_for(
-            self._handle.load_weights.remote(codec.encode(weights), epoch), CALL_DEADLINE_S
-        )
+        version: int = await self._handle.load_weights.remote(codec.encode(weights), epoch)
         return version
 
     async def clear(self, epoch: int) -> None:

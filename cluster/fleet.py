@@ -27,8 +27,9 @@ from cluster.types import Weights
 HEALTH_EVERY_S = 1.0
 HEALTH_DEADLINE_S = 10.0
 REFRESH_DEADLINE_S = 1.0
+LOAD_DEADLINE_S = 60.0
 LOAD_RETRIES = 3
-"""Failed weight loads in a row before a generator is asked to restart."""
+"""Weight loads in a row that failed, or hung, before a generator is asked to restart."""
 
 
 class GeneratorPort(Protocol):
@@ -337,13 +338,16 @@ class Fleet:
         weights = self.weights
         assert weights is not None
         try:
-            slot.acked = await port.load_weights(weights, self.epoch)
-        except WeightsFailed as error:
+            async with asyncio.timeout(LOAD_DEADLINE_S):
+                slot.acked = await port.load_weights(weights, self.epoch)
+        except (WeightsFailed, TimeoutError) as error:
             slot.failures += 1
-            self.trace("load_failed", {"generator": slot.name, "error": str(error)})
+            why = str(error) or f"weights were not loaded within {LOAD_DEADLINE_S} s"
+            self.trace("load_failed", {"generator": slot.name, "error": why})
             if slot.failures >= LOAD_RETRIES:
                 slot.failures = 0
-                await port.restart(str(error))
+                async with asyncio.timeout(HEALTH_DEADLINE_S):
+                    await port.restart(why)
             raise
         slot.failures = 0
         self.trace("acknowledged", {"generator": slot.name, "version": slot.acked})

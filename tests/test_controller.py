@@ -176,6 +176,19 @@ async def test_a_generator_that_cannot_load_is_restarted_and_the_other_goes_on()
         assert rows == {"a": True, "b": False}
 
 
+async def test_a_generator_whose_loads_hang_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.fleet.LOAD_DEADLINE_S", 0.05)
+    queue, ports = MemoryQueue(), two()
+    async with running(config(max_lag=0), queue, ports) as controller:
+        await controller.open_admission(True)
+        ports["b"].hold.clear()
+        await controller.publish(weights(1))
+        while not ports["b"].restarts:
+            await asyncio.sleep(0.01)
+        assert ports["b"].restarts == ["weights were not loaded within 0.05 s"]
+        assert controller.acknowledged() == 1, "the other goes on"
+
+
 async def test_versions_never_go_back() -> None:
     queue = MemoryQueue()
     async with running(config(), queue, two()) as controller:
