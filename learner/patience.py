@@ -1,4 +1,4 @@
-"""How long a scorer's answer is waited for."""
+"""How long a scorer's answer is waited for, and when it is asked again."""
 
 import asyncio
 import time
@@ -9,6 +9,8 @@ T = TypeVar("T")
 
 ANSWER_SHARE = 0.4
 """Of the deadline of a rank that waits for scores: then another scorer still has time to answer."""
+RETRY_S = 0.5
+"""Before asking again where an ask failed: a process that died is back in seconds, not at once."""
 
 
 class Patience:

@@ -30,7 +30,7 @@ from learner.credit.pipeline import has_score
 from learner.form import Formed
 from learner.group import RankPort
 from learner.late import Key, Late, Scored, keys_of
-from learner.patience import Patience
+from learner.patience import RETRY_S, Patience
 from learner.segments import Floats, Told
 from learner.streaming import SegmentPort, Streaming
 from learner.streams import sampled
@@ -38,8 +38,6 @@ from learner.streams import sampled
 LISTEN_S = 1.0
 STOP_S = 10.0
 READ_NEWS = 256
-RETRY_S = 0.5
-"""Between two asks of the same group: a scorer that died is back in seconds, not at once."""
 
 
 class ScorerPort(SegmentPort, Protocol):

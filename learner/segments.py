@@ -132,6 +132,8 @@ class KeptContexts(Generic[P]):
         before = self._kept.pop(trajectory, None)
         if before is not None:
             self.used -= before.size
+        if size > self.room:
+            return  # it would only drive out the others
         self._kept[trajectory] = _Kept(ids, payload, size)
         self.used += size
         while self.used > self.room:

@@ -20,12 +20,10 @@ import numpy as np
 from cluster.assemble import VALID
 from cluster.config import Config
 from cluster.types import End, Segment, Trajectory
-from learner.patience import Patience
+from learner.patience import RETRY_S, Patience
 from learner.segments import Ask, Floats, Told, Unfolded, unfold
 from learner.streams import Lanes, Stream, sampled
 
-RETRY_S = 0.5
-"""Between two requests to a scorer that failed: one that died is back in seconds, not at once."""
 WASTE = 2.0
 """A trajectory is left before its end once its scorer has run more than this times what whole rows would
 cost: its prefix was lost, again and again."""

@@ -1,6 +1,7 @@
 """The reference of recipe keys: complete, and with a meaning wherever a name does not tell it."""
 
 import io
+import types
 
 import msgspec
 import pytest
@@ -8,6 +9,7 @@ from rich.console import Console
 
 from cluster.config import Config, build, dump
 from cluster.errors import ConfigError
+from cluster.keys import check_types
 from deploy.cli import main
 from deploy.keys import keys, show
 
@@ -53,3 +55,34 @@ def test_a_wrong_prefix_names_the_nearest(capsys: pytest.CaptureFixture[str]) ->
     assert main(["keys", "twin"]) == 0
     assert "twin.speed" in capsys.readouterr().out
     assert len(msgspec.structs.fields(Config)) > 10
+
+
+FOREIGN = """
+from __future__ import annotations
+from decimal import Decimal
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    from nowhere import Absent
+
+class Words:
+    def __init__(self, size: int, rate: float | None = None, price: Decimal = Decimal(1), other=0): ...
+
+class Unknown:
+    def __init__(self, size: int, other: Absent = None): ...
+
+class Senseless:
+    def __init__(self, size: int, other: 1 / 0 = None): ...
+"""
+
+
+def test_annotations_of_another_module_are_held_to_as_far_as_they_are_plain_and_known() -> None:
+    module = types.ModuleType("foreign")
+    exec(FOREIGN, module.__dict__)
+    fitting = {"size": 3, "rate": 1, "price": "ten", "other": [], "unknown": {}}
+    check_types("p.", fitting, module.Words.__init__)
+    with pytest.raises(ConfigError, match=r"^p\.size = '3': Expected `int`, got `str`"):
+        check_types("p.", {"size": "3"}, module.Words.__init__)
+    with pytest.raises(ConfigError, match=r"^p\.rate = 'fast': Expected `float \| null`, got `str`"):
+        check_types("p.", {"rate": "fast"}, module.Words.__init__)
+    for kind in (module.Unknown, module.Senseless):  # nothing to hold them to: the callee's to refuse
+        check_types("p.", {"size": "3", "other": 1}, kind.__init__)

@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,26 @@ def test_an_unknown_run_names_the_nearest_that_runs(
     assert said(capsys, ["runs/cion-20261130-1", "--auto"]).endswith("(did you mean runs/coin-20261130-1?)")
     jobs = "runs/coin-20261130-1, runs/coin-20261130-2, runs/lake-20261130-1"
     assert said(capsys, [str(tmp_path / "xyz"), "--learners", "2"]).endswith(f"(running jobs: {jobs})")
+
+
+def test_a_job_whose_driver_is_gone_is_not_offered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    here = {"host": socket.gethostname()}
+    alive, killed, never = (run_folder(tmp_path / "runs", f"coin-20261130-{i}") for i in (1, 2, 3))
+    for folder in (alive, killed, never):
+        folder.write_job(here)
+    with subprocess.Popen(["sleep", "60"]) as driver:
+        record(killed.pids / "driver", driver.pid)
+        driver.kill()
+    record(alive.pids / "driver", os.getpid())
+    assert said(capsys, ["coin", "--show"]).endswith("(did you mean runs/coin-20261130-1?)")
+    assert said(capsys, ["xyz", "--show"]).endswith("(running jobs: runs/coin-20261130-1)")
+    (alive.pids / "driver").unlink()
+    assert said(capsys, ["coin", "--show"]).endswith(f"; no job runs in {tmp_path} or {tmp_path}/runs")
+    killed.write_job({"host": "elsewhere"})  # nobody here can tell
+    assert said(capsys, ["coin", "--show"]).endswith("(did you mean runs/coin-20261130-2?)")
 
 
 def test_help_says_how_long_it_waits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -202,7 +202,9 @@ def test_kept_contexts_are_bounded_and_found_by_their_ids(
             assert start == len(ids) - 2 or start == len(payload) or payload[start] != ids[start]
         else:
             assert start == 0
+        others = set(kept._kept)
         kept.keep(name, context.ids, ids, len(ids))
         newest[name] = ids
+        assert len(ids) <= room or set(kept._kept) == others, "what finds no room drives nobody out"
         assert kept.used <= room and kept.used == sum(one.size for one in kept._kept.values())
         assert len(ids) > room or name in kept._kept

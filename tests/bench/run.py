@@ -2,8 +2,8 @@
 
 ``python tests/bench/run.py [--only NAME ...] [--json FILE]`` (or ``make bench``). Each benchmark
 is a module beside this one whose ``run()`` returns plain values; it runs in a process of its own, so that
-none inherits another's threads, engines or memory. Takes about eight minutes on two idle cores, most of
-them ``goodput``. The exit status is 1 when a target is missed or a benchmark fails.
+none inherits another's threads, engines or memory. Most of the time goes to ``goodput``.
+The exit status is 1 when a target is missed or a benchmark fails.
 """
 
 import argparse
