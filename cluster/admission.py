@@ -15,9 +15,9 @@ at every turn. The sum of promises stays within the budget (capacity less headro
 budget is promised all of it, so that it runs alone. An active task is never interrupted, so an underestimated
 one may carry the sum over the budget until its turn ends; then waiting ones are parked.
 
-**Priority** ``8 evaluation + 4 group_done + 2 active + 1 (+-context / capacity)``: an evaluation, which pins
-the weights, goes before anything (8 > 4 + 2 + 1); a group that lacks one member is worth nothing to the
-learner. Among askers, who are all inactive, waiting ``AGE_S`` counts as one point, so that none starves.
+**Priority** ``4 group_done + 1 (+-context / capacity)``: a group that lacks one member is worth nothing to
+the learner. An evaluation, which pins the weights, goes before anything: it has a queue of its own. Among
+askers, waiting ``AGE_S`` counts as one point, so that none starves.
 
 **Who is parked.** A waiting task keeps its place while nobody needs the room. If somebody does, tasks whose
 *hold* (cluster/tool_waits.py) has run out go first, lowest priority first. A hold is broken only for an
@@ -30,7 +30,7 @@ Every event costs O(log n); ``decide`` costs that for each task it starts or par
 from math import ceil, inf
 from typing import NamedTuple
 
-from cluster.admission_records import BACK, WAITING, Task
+from cluster.admission_records import BACK, WAITING, Task, expected_obs, expected_out
 from cluster.admission_records import PREFILL_TOK_S as PREFILL_TOK_S
 from cluster.admission_records import Figures as Figures
 from cluster.admission_records import Limits as Limits
@@ -181,7 +181,7 @@ class Admission(TokenLedger):
             held = self._promise(task)
             need = held
             if not task.parked:
-                need = min(self._budget, held + int(_AHEAD * (self._out(task) + self._obs(task))))
+                need = min(self._budget, held + int(_AHEAD * (expected_out(task) + expected_obs(task))))
             limit = inf if self._active == 0 else task.base - _MARGIN
             if not self._make_room(need, 1, limit, None, park):
                 return

@@ -90,7 +90,7 @@ class Task:
         self.growth = 0  # what this turn may add at most
         self.held = 0  # promised
         self.asked = 0.0
-        self.base = 0.0  # priority without the terms of evaluation, activity and age
+        self.base = 0.0  # priority without the term of age
         self.parked = False  # since its last turn
         self.expired = False  # its hold has run out
         self.salt = 0  # of the weights whose prefix it has
@@ -115,3 +115,19 @@ def observed(task: Task, tokens: int) -> None:
         if growth.n_obs < _MEMORY:
             growth.n_obs += 1
         growth.obs += (tokens - growth.obs) / growth.n_obs
+
+
+def expected_out(task: Task) -> float:
+    """Tokens that its turn is expected to sample."""
+    growth = task.group.growth
+    if not growth.n_out:
+        growth = task.alike
+        if not growth.n_out:
+            return task.growth
+    return growth.out if growth.out < task.growth else task.growth
+
+
+def expected_obs(task: Task) -> float:
+    """Tokens that its environment's answer is expected to add."""
+    growth = task.group.growth
+    return growth.obs if growth.n_obs else task.alike.obs

@@ -19,11 +19,10 @@ _PREEMPTED = 0.5  # preemption recomputes whole contexts: the one signal that mu
 class Pressure:
     """A bound ``value`` in [``floor``, ``ceiling``]; ``preempted`` is the factor after a preemption."""
 
-    __slots__ = ("_ceiling", "_factor", "_floor", "_frozen", "_preemptions", "_turns", "cuts", "value")
+    __slots__ = ("_ceiling", "_factor", "_floor", "_frozen", "_preemptions", "_turns", "value")
 
     def __init__(self, value: float, floor: float, ceiling: float, preempted: float = _PREEMPTED) -> None:
         self.value = value
-        self.cuts = 0
         self._floor, self._ceiling, self._factor = floor, ceiling, preempted
         self._frozen = False
         self._preemptions = 0
@@ -61,6 +60,5 @@ class Pressure:
         before, self.value = self.value, min(self._ceiling, max(self._floor, self.value * factor))
         self._turns = turns
         if factor < 1.0:
-            self.cuts += 1
             self._frozen = True
         return self.value != before

@@ -1,35 +1,52 @@
 """What a job may do with its ranks: limits, prior switch costs, targets that an operator may set. Pure."""
 
 from collections.abc import Mapping
+from typing import Literal
 
 from cluster.config import Config
 from cluster.errors import ConfigError
 from cluster.ranks import Bounds
 from cluster.roles import ROLES, SPARE, RoleMap
+from cluster.sections import ElasticConfig
 from cluster.sim.profile import SwitchProfile
+
+ScoringMode = Literal["decoupled", "colocated", "auto"]
+
+
+def move_costs(times: SwitchProfile, scores: bool) -> dict[str, float]:
+    """Seconds of each kind of move of a job that has scorers or not."""
+    costs = {"generator>learner": times.generator_learner, "learner>generator": times.learner_generator}
+    if scores:
+        costs |= {"generator>scorer": times.generator_scorer, "scorer>generator": times.scorer_generator}
+    return costs
 
 
 def switch_costs(config: Config, times: SwitchProfile, speed: float = 1.0) -> dict[str, float]:
     """Prior seconds of each kind of move that this job can make; ``speed`` is that of a timed twin."""
-    costs = {"generator>learner": times.generator_learner, "learner>generator": times.learner_generator}
-    if config.scorer.replicas > 0:
-        costs |= {"generator>scorer": times.generator_scorer, "scorer>generator": times.scorer_generator}
+    costs = move_costs(times, config.scorer.replicas > 0)
     return {kind: seconds / speed for kind, seconds in costs.items()}
 
 
-def bounds(config: Config) -> Bounds:
-    """Limits and thresholds of ``[elastic]``. Somebody must score unless the learners can."""
-    elastic = config.elastic
-    scorers = config.scorer.replicas > 0 and config.scorer.mode == "decoupled"
+def elastic_bounds(elastic: ElasticConfig, steps: int, scoring: ScoringMode, scores: bool) -> Bounds:
+    """Limits and thresholds of ``[elastic]`` for a run of so many steps; ``scores``: with scorers.
+
+    Somebody must score unless the learners can.
+    """
+    scorers = int(scores and scoring == "decoupled")
     return Bounds(
-        floors={"generator": elastic.min_generators, "learner": elastic.min_learners, "scorer": int(scorers)},
+        floors={"generator": elastic.min_generators, "learner": elastic.min_learners, "scorer": scorers},
         ceilings={"learner": elastic.max_learners},
         dead_band=elastic.dead_band,
         agree_steps=elastic.agree_steps,
         horizon_steps=elastic.horizon_steps,
-        steps=config.run.steps,
-        scoring=config.scorer.mode,
+        steps=steps,
+        scoring=scoring,
     )
+
+
+def bounds(config: Config) -> Bounds:
+    """Those of a recipe."""
+    return elastic_bounds(config.elastic, config.run.steps, config.scorer.mode, config.scorer.replicas > 0)
 
 
 def restoring(config: Config, counts: Mapping[str, int]) -> dict[str, int]:

@@ -23,60 +23,28 @@ _REFRESH = 0.5  # of the window renewed: the hull is built again
 class _Waits:
     """The newest waits of one tool."""
 
-    __slots__ = ("_built", "_hold", "_in_order", "_slope", "_sorted", "added", "waits")
+    __slots__ = ("_built", "_hold", "_slope", "added", "waits")
 
     def __init__(self) -> None:
         self.waits: deque[float] = deque(maxlen=_WINDOW)
-        self._sorted: list[float] = []  # the same in order: made when asked for, not at every wait
-        self._in_order = 0  # ``added`` when that was made
         self._slope: list[float] = []  # minus the hull's slopes, rising
         self._hold: list[float] = []  # tau at the right end of each hull edge
         self.added = 0  # ever
         self._built = 0  # ``added`` when the hull was built
 
-    def __len__(self) -> int:
-        return len(self.waits)
-
-    def _ordered(self) -> list[float]:
-        if self._in_order != self.added:
-            self._sorted = sorted(self.waits)
-            self._in_order = self.added
-        return self._sorted
-
-    def _longer(self, elapsed: float) -> list[float]:
-        waits = self._ordered()
-        return waits[bisect_right(waits, elapsed) :]
-
-    def remaining(self, elapsed: float) -> float | None:
-        """Mean of ``wait - elapsed`` over the waits that are longer; None if there is none."""
-        longer = self._longer(elapsed)
-        return sum(longer) / len(longer) - elapsed if longer else None
-
     def hold(self, ratio: float) -> float:
-        """argmax of ``P - ratio * M`` at the beginning of a wait, 0 if no hold pays."""
+        """argmax of ``P - ratio * M``, 0 if no hold pays."""
         if self.added - self._built > _REFRESH * len(self.waits):
             self._build()
         at = bisect_right(self._slope, -ratio)
         return self._hold[at - 1] if at else 0.0
-
-    def hold_after(self, elapsed: float, ratio: float) -> float:
-        """The same for a wait that has lasted ``elapsed``: over the longer waits, counted from now."""
-        longer = self._longer(elapsed)
-        best, hold, total = 0.0, 0.0, 0.0
-        for n, wait in enumerate(longer, 1):
-            rest = wait - elapsed
-            total += rest
-            value = n - ratio * (total + (len(longer) - n) * rest)
-            if value > best:
-                best, hold = value, rest
-        return hold
 
     def _build(self) -> None:
         """Upper concave hull of (E[min(wait, tau)], P(wait <= tau)) from (0, 0), by a monotone chain."""
         self._built = self.added
         count, total = len(self.waits), 0.0
         hull: list[tuple[float, float, float, float, float]] = []  # (x, y, dx, dy, wait): edges by their ends
-        for n, wait in enumerate(self._ordered(), 1):
+        for n, wait in enumerate(sorted(self.waits), 1):
             total += wait
             mean, share = (total + (count - n) * wait) / count, n / count
             while hull:
@@ -115,24 +83,8 @@ class ToolWaits:
         waits.waits.append(seconds)
         waits.added += 1
 
-    def samples(self, tool: str) -> int:
-        """Waits seen of the tool (at most the window's length)."""
-        return len(self._tools.get(tool, ()))
-
-    def remaining(self, tool: str, elapsed: float) -> float:
-        """Expected seconds until an environment that has taken ``elapsed`` answers.
-
-        Without enough samples, and beyond the longest wait seen, as long again as it has taken (a heavy
-        tail: the scale-free guess).
-        """
-        waits = self._known(tool)
-        expected = waits.remaining(elapsed) if waits is not None else None
-        return elapsed if expected is None else expected
-
-    def best_hold(
-        self, tool: str, elapsed: float, footprint: float, recompute_s: float, capacity: float
-    ) -> float:
-        """Seconds from now for which the cache of ``footprint`` tokens is worth its room (0: not at all).
+    def best_hold(self, tool: str, footprint: float, recompute_s: float, capacity: float) -> float:
+        """Seconds after a turn for which the cache of ``footprint`` tokens is worth its room (0: not at all).
 
         ``recompute_s`` is what computing it again costs, ``capacity`` the rank's cache in tokens. Until
         enough waits are known: as long as holding has cost less than computing again would (the ski-rental
@@ -144,9 +96,7 @@ class ToolWaits:
             return inf
         ratio = footprint / (capacity * recompute_s)
         waits = self._known(tool)
-        if waits is None:
-            return 1.0 / ratio
-        return waits.hold_after(elapsed, ratio) if elapsed > 0.0 else waits.hold(ratio)
+        return 1.0 / ratio if waits is None else waits.hold(ratio)
 
     def _known(self, tool: str) -> _Waits | None:
         waits = self._tools.get(tool)

@@ -5,7 +5,16 @@ from statistics import fmean
 from rich.console import Console
 from rich.table import Table
 
-from cluster.sim.compare import calmest, fastest, fixed_split, headline, ladder, leave_one_out, per_token
+from cluster.sim.compare import (
+    READY,
+    calmest,
+    fastest,
+    fixed_split,
+    headline,
+    ladder,
+    leave_one_out,
+    per_token,
+)
 from cluster.sim.policies import ASYNC, STATIC
 from cluster.sim.scenario import Split
 from cluster.sim.statistics import Interval, interval
@@ -27,6 +36,7 @@ WHAT = {
     "tide_no_elastic": "tide with a fixed split",
 }
 """The policies in a few words; docs/tide.md has the table."""
+_STEP = f"training step by the cost model, {READY} micro-batches ready, below"
 HEADLINES = {
     "goodput_vs_sync": ("goodput, tide / synchronous", "x"),
     "goodput_vs_best_async": ("goodput, tide / best tuned asynchronous", "x"),
@@ -35,8 +45,8 @@ HEADLINES = {
     "goodput_static_untuned": ("goodput, fixed even split / best fixed split", "x"),
     "wait_reduction_vs_best_static": ("waits per token, below the best fixed split by", "%"),
     "kv_hit_vs_request_lru": ("prefix-cache hits, tide / request by request", "x"),
-    "train_step_reduction": ("training step, 8 micro-batches ready, below swapping for each by", "%"),
-    "train_step_reduction_vs_one_burst": ("training step, 8 micro-batches ready, below one burst by", "%"),
+    "train_step_reduction": (f"{_STEP} swapping for each by", "%"),
+    "train_step_reduction_vs_one_burst": (f"{_STEP} one burst by", "%"),
 }
 IDLE = 0.25
 """Above this share of waiting, even at the best split, the batch is too small for the ranks."""

@@ -305,39 +305,33 @@ def test_limits_refuse_nonsense_by_name(field: str, value: float) -> None:
     waits=st.lists(st.floats(0.0, 1e4), min_size=20, max_size=256),
     footprint=st.floats(1.0, 1e6),
     recompute_s=st.floats(1e-3, 1e3),
-    elapsed=st.sampled_from([0.0, 5.0]),
 )
 def test_the_hold_is_the_best_of_all_observed_waits(
-    waits: list[float], footprint: float, recompute_s: float, elapsed: float
+    waits: list[float], footprint: float, recompute_s: float
 ) -> None:
     tools = ToolWaits()
     for wait in waits:
         tools.observe("t", wait)
     tools._tools["t"]._build()  # as if the hull had been due
-    hold = tools.best_hold("t", elapsed, footprint, recompute_s, 1e5)
-    longer = [wait - elapsed for wait in waits if elapsed == 0.0 or wait > elapsed]
+    hold = tools.best_hold("t", footprint, recompute_s, 1e5)
 
     def value(tau: float) -> float:
-        if tau == 0.0 and elapsed == 0.0 and 0.0 not in longer:
-            return 0.0
-        saved = sum(wait <= tau for wait in longer) * recompute_s
-        return (saved - sum(min(wait, tau) for wait in longer) * footprint / 1e5) / max(1, len(longer))
+        saved = sum(wait <= tau for wait in waits) * recompute_s
+        return (saved - sum(min(wait, tau) for wait in waits) * footprint / 1e5) / len(waits)
 
-    best = max([0.0, *(value(wait) for wait in longer)])
+    best = max([0.0, *(value(wait) for wait in waits)])
     assert value(hold) >= best - 1e-6 * max(1.0, abs(best))
 
 
 def test_holds_follow_the_tool_and_fall_back() -> None:
     tools = ToolWaits()
-    assert tools.best_hold("quick", 0.0, 1000, 1.0, 10_000) == pytest.approx(10.0)  # ski rental
+    assert tools.best_hold("quick", 1000, 1.0, 10_000) == pytest.approx(10.0)  # ski rental
     for _ in range(30):
         tools.observe("quick", 0.5)
         tools.observe("slow", 500.0)
-    assert tools.best_hold("quick", 0.0, 1000, 1.0, 10_000) == 0.5
-    assert tools.best_hold("slow", 0.0, 1000, 1.0, 10_000) == 0.0
-    assert tools.best_hold("unseen", 0.0, 1000, 1.0, 10_000) == 0.5  # pooled: half are quick
-    assert tools.remaining("quick", 0.1) == pytest.approx(0.4)
-    assert tools.remaining("slow", 1000.0) == 1000.0  # beyond all experience: as long again
+    assert tools.best_hold("quick", 1000, 1.0, 10_000) == 0.5
+    assert tools.best_hold("slow", 1000, 1.0, 10_000) == 0.0
+    assert tools.best_hold("unseen", 1000, 1.0, 10_000) == 0.5  # pooled: half are quick
 
 
 # -- random traces ----------------------------------------------------------------------------------

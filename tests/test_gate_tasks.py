@@ -13,6 +13,7 @@ from cluster.config import GeneratorConfig
 from cluster.errors import StaleEpoch
 from cluster.fleet import Slot
 from cluster.messages import GeneratorRow, Table
+from cluster.tool_waits import ToolWaits
 
 WATCHED_S = 0.6  # real seconds in which the gate has looked for deadlines at least once
 
@@ -59,12 +60,19 @@ async def job(**settings: object) -> AsyncIterator[tuple[Job, list[Gate], list[F
 
 
 async def test_what_a_request_says_of_its_task_reaches_the_ledger() -> None:
+    class Heard(ToolWaits):
+        def observe(self, tool: str, seconds: float) -> None:
+            tools.append(tool)
+
+    tools: list[str] = []
     async with opened(max_tasks=1) as (gate, engine):
+        assert gate.admission is not None
+        gate.admission.waits = Heard()
         await gate.submit("w", [request("first", "ga.0")])
         engine.answer("first")
         await answers(gate, 1)
         await gate.submit("w", [request("again", "ga.0", tool="bash")])
-        assert gate.admission is not None and gate.admission.waits.samples("bash") == 1
+        assert tools == ["bash"]
         plain, done = request("plain", "gb.0"), request("done", "gc.0", group_done=0.75)
         waited = request("waited", "gd.0", waited_s=10_000.0)
         await gate.submit("w", [plain, done, waited])

@@ -1,6 +1,7 @@
 """The simulated job: books that balance, bounds that hold, and cases whose answer is known in advance."""
 
 from dataclasses import replace
+from itertools import pairwise
 from math import inf
 
 import msgspec
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster import config as configuration
+from cluster.admission import Admission
 from cluster.sim.profile import (
     GeneratorProfile,
     LearnerProfile,
@@ -299,6 +301,38 @@ def test_task_admission_keeps_the_cache_that_request_admission_loses() -> None:
         )  # fmt: skip
         hits[way] = result.kv_hit
     assert hits["task"] > 1.3 * hits["request"]
+
+
+def test_who_is_sent_elsewhere_keeps_the_time_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generator is lost, later ones fill up: whoever asks again counts from when it first asked."""
+    asked: dict[str, list[tuple[float, float]]] = {}  # by task: (now, waited)
+    ask = Admission.ask
+
+    def recorded(self: Admission, task: str, *, now: float, waited: float, **rest: object) -> None:
+        asked.setdefault(task, []).append((now, waited))
+        ask(self, task, now=now, waited=waited, **rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Admission, "ask", recorded)
+    run(
+        scenario(
+            workload=Growing(), profile=UNSCORED, split=Split(3, 1), steps=4, groups_per_step=16,
+            policy=policy(admission="task"), faults=(Fault(20.0, 2, 10.0),),
+        )
+    )  # fmt: skip
+    again = [
+        (before, now, waited)
+        for calls in asked.values()
+        for (before, _), (now, waited) in pairwise(calls)
+        if waited > 0.0
+    ]
+    assert any(now != 20.0 for _, now, _ in again), "nobody was sent elsewhere while it waited"
+    assert any(now == 20.0 for _, now, _ in again), "nobody lost its generator"
+    assert all(waited >= now - before - 1e-9 for before, now, waited in again)
+    for calls in asked.values():
+        sent = 0
+        for now, waited in calls:
+            sent = sent + (now != 20.0) if waited else 0
+            assert sent <= 1, "more than once in a turn"
 
 
 def test_elastic_ranks_mend_a_bad_split() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,6 @@ from tests.sim_tiny import TINY
 
 KEYS = (
     "goodput_vs_sync", "goodput_vs_best_async", "wait_reduction_vs_best_static", "kv_hit_vs_request_lru",
-    "train_step_reduction",
 )  # fmt: skip
 
 
@@ -42,6 +42,11 @@ def test_figures_picture_and_words(tiny: Path, tmp_path: Path, capsys: pytest.Ca
         figure = tree[key]
         low, high = figure["interval"]
         assert low <= figure["mean"] <= high and figure["seeds"] == 2, key
+    assert tree["train_step_reduction"]["mean"] > 0
+    for key in ("train_step_reduction", "train_step_reduction_vs_one_burst"):  # of no seed: no interval
+        assert (tree[key]["interval"], tree[key]["seeds"]) == ([None, None], 1), key
+        share = f"{tree[key]['mean']:.1%}"
+        assert re.search(rf"training step by the cost model, .* by: {share}\n", said), key
     assert set(tree["policies"]) == set(QUICK)
     for name, row in tree["policies"].items():
         split = row["split"]

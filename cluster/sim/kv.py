@@ -30,25 +30,20 @@ class Root:
 class PrefixCache:
     """Unpinned blocks of one rank. Keys of sessions and groups must not collide with each other."""
 
-    __slots__ = ("_lru", "_roots", "blocks", "evicted")
+    __slots__ = ("_lru", "_roots", "blocks")
 
     def __init__(self) -> None:
         self.blocks = 0  # cached and not pinned
-        self.evicted = 0  # blocks evicted since the start
         self._lru: OrderedDict[Hashable, tuple[int, int]] = OrderedDict()  # session -> (own blocks, salt)
         self._roots: dict[tuple[Hashable, int], Root] = {}  # pinned or not; unpinned ones are in the LRU too
-
-    def own(self, session: Hashable, salt: int) -> int:
-        """Blocks of the session beyond its group's root; 0 if another salt computed them."""
-        entry = self._lru.get(session)
-        return entry[0] if entry is not None and entry[1] == salt else 0
 
     def root(self, group: Hashable, salt: int) -> Root | None:
         """The group's root, if any of it lies in memory, pinned or not."""
         return self._roots.get((group, salt))
 
     def take(self, session: Hashable, salt: int) -> int:
-        """The session begins to run: its own blocks leave the cache (the caller pins them)."""
+        """The session begins to run: its blocks beyond its group's root leave the cache (the caller pins
+        them). 0 if another salt computed them."""
         entry = self._lru.pop(session, None)
         if entry is None:
             return 0
@@ -107,7 +102,6 @@ class PrefixCache:
                     del self._roots[key]
             excess -= cut
             self.blocks -= cut
-            self.evicted += cut
 
     def drop(self, session: Hashable) -> None:
         """Forget a session: its task ended, or gave its place up."""

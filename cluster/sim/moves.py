@@ -15,11 +15,12 @@ from statistics import fmean
 from typing import Any, Protocol
 
 from cluster.balance import Scoring
-from cluster.ranks import Balance, Bounds, Proposal, RankMachine, StepFacts, choose_rank
+from cluster.ranks import Balance, Proposal, RankMachine, StepFacts, choose_rank
 from cluster.sim.fleet import BUSY, GENERATOR, LEARNER, SCORER, SPARE, Fleet, Rank
 from cluster.sim.rollout import Rollout
 from cluster.sim.scenario import Fault, Scenario
 from cluster.sim.trainer import Trainer
+from cluster.targets import ScoringMode, elastic_bounds, move_costs
 
 FIRST_RATIO, GAIN, LEAST, MOST = 0.3, 0.02, 0.02, 0.1
 FIRST_GROUP_S = 1000.0  # verl's prior: nothing is known, so lend
@@ -49,41 +50,19 @@ class Host(Protocol):
         """The rank enters the generator table."""
 
 
-def switch_costs(scenario: Scenario) -> dict[str, float]:
-    """Seconds of each kind of move that the scenario can make."""
-    switch = scenario.profile.switch
-    costs = {"generator>learner": switch.generator_learner, "learner>generator": switch.learner_generator}
-    if scenario.profile.scorer.passes:
-        costs |= {"generator>scorer": switch.generator_scorer, "scorer>generator": switch.scorer_generator}
-    return costs
-
-
-def bounds(scenario: Scenario) -> Bounds:
-    """As cluster/elastic.py reads them from a recipe."""
-    elastic, policy = scenario.elastic, scenario.policy
-    mode = policy.scoring if policy.scoring in ("decoupled", "auto") else "colocated"
-    scorers = int(mode == "decoupled" and bool(scenario.profile.scorer.passes))
-    return Bounds(
-        floors={"generator": elastic.min_generators, "learner": elastic.min_learners, "scorer": scorers},
-        ceilings={"learner": elastic.max_learners},
-        dead_band=elastic.dead_band,
-        agree_steps=elastic.agree_steps,
-        horizon_steps=elastic.horizon_steps,
-        steps=scenario.steps,
-        scoring=mode,  # type: ignore[arg-type]
-    )
-
-
 class Moves:
     """Makes what the rank machine proposes, one move at a time."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
         scenario = host.scenario
-        swap = 2.0 * scenario.profile.scorer.swap_s if scenario.profile.scorer.passes else 0.0
-        balance = Balance(scaling=scenario.profile.learner.scaling, swap_s=swap)
-        self.costs = switch_costs(scenario)
-        self.machine = RankMachine(bounds(scenario), self.costs, balance)
+        profile, scoring = scenario.profile, scenario.policy.scoring
+        scores = bool(profile.scorer.passes)
+        balance = Balance(scaling=profile.learner.scaling, swap_s=2.0 * profile.scorer.swap_s * scores)
+        self.costs = move_costs(profile.switch, scores)
+        mode: ScoringMode = scoring if scoring in ("decoupled", "auto") else "colocated"
+        bounds = elastic_bounds(scenario.elastic, scenario.steps, mode, scores)
+        self.machine = RankMachine(bounds, self.costs, balance)
         self.begun: tuple[Proposal, Rank, float] | None = None
         self.switch_s = 0.0  # learners held up since the last step
         self._places: list[tuple[float, int]] = []  # (time, rank) of each line of the machine's ledger

@@ -158,7 +158,8 @@ class Rollout:
             plan: Plan = scenario.workload.plan(scenario.seed, first, member)
             task = Task(f"{group.name}.{member}", group, plan.turns)
             group.kind = plan.kind
-            heappush(self._heap, (now + plan.start_s, self._serial(), self._answered, task))
+            task.began = now + plan.start_s
+            heappush(self._heap, (task.began, self._serial(), self._answered, task))
         if not evaluation:
             self.in_flight += members
             self.groups_open += 1
@@ -190,8 +191,8 @@ class Rollout:
         generator.queued[task.name] = now
         admission.ask(
             task.name, group=group.name, tokens=task.prompt, growth=self.largest, evaluation=group.evaluation,
-            group_done=1.0 - group.left / group.members, kind=group.kind, now=now,
-            tool=task.turns[task.turn - 1].tool if task.turn else "",
+            group_done=1.0 - group.left / group.members, kind=group.kind,
+            tool=task.turns[task.turn - 1].tool if task.turn else "", waited=now - task.began, now=now,
         )  # fmt: skip
         self.serving.decide(now, generator)
         if generator.queued and self._by_task and not generator.watched:
@@ -212,7 +213,8 @@ class Rollout:
             task = generator.tasks[name]
             waited = now - since
             if (
-                waited <= WATCH_EVERY_S
+                task.moved == task.turn
+                or waited <= WATCH_EVERY_S
                 or waited <= admission.recompute_s(task.prompt)
                 or admission.has_place(name)
             ):
@@ -224,6 +226,7 @@ class Rollout:
             del generator.tasks[name], generator.queued[name]
             self.table.loads[generator.index] -= 1
             self.rerouted += 1
+            task.moved = task.turn
             self._ask_at(now, task, other)
         self.serving.decide(now, generator)
         if generator.queued:
@@ -252,7 +255,8 @@ class Rollout:
         if ended:
             self._task_ended(now, task)
         else:
-            heappush(self._heap, (now + turn.env_s, self._serial(), self._answered, task))
+            task.began = now + turn.env_s
+            heappush(self._heap, (task.began, self._serial(), self._answered, task))
 
     def _book(self, task: Task, generator: Generator, request: EngineRequest) -> None:
         """Count the turn: tokens, cache hits, versions, training rows."""

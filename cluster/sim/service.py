@@ -162,11 +162,6 @@ class GeneratorModel(Engine):
         return self._t
 
     @property
-    def iterations(self) -> float:
-        """Decode iterations since the start, as of the last event."""
-        return self._n
-
-    @property
     def idle(self) -> bool:
         """Nothing runs and nothing waits."""
         return not self._keys
@@ -180,11 +175,6 @@ class GeneratorModel(Engine):
     def kv_used(self) -> float:
         """Tokens pinned by running sequences, as of the last event."""
         return self._kv
-
-    @property
-    def kv_cached(self) -> int:
-        """Tokens in the prefix cache beyond the pinned ones, as of the last event."""
-        return self._cache.blocks * self._block
 
     def keys(self) -> list[Hashable]:
         """Requests that are here, oldest first."""

@@ -262,12 +262,6 @@ def estimate(base: Scenario, ranks: int) -> int:
     return min(ranks - 1, max(1, round(ranks * generate / (generate + train))))
 
 
-def best_split(scenario: Scenario, ranks: int, seeds: Sequence[int] = (0, 1), workers: int = 1) -> Split:
-    """The split of ``ranks`` under which the scenario's policy has the highest goodput."""
-    with Workers(workers) as pool:
-        return tune({"": scenario}, ranks, pool, seeds=seeds)[""].best.split
-
-
 def _short(scenario: Scenario, steps: int) -> Scenario:
     steps = min(steps, scenario.steps)
     return replace(scenario, steps=steps, warmup_steps=min(scenario.warmup_steps, max(1, steps // 3)))

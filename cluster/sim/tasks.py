@@ -43,8 +43,8 @@ class Task:
     """One trajectory."""
 
     __slots__ = (
-        "asked", "context", "done_version", "first", "gen", "group", "kept", "last", "name", "prompt", "row",
-        "turn", "turns",
+        "asked", "began", "context", "done_version", "first", "gen", "group", "kept", "last", "moved",
+        "name", "prompt", "row", "turn", "turns",
     )  # fmt: skip
 
     def __init__(self, name: str, group: Group, turns: tuple[Turn, ...]) -> None:
@@ -53,6 +53,8 @@ class Task:
         self.turns = turns
         self.turn = 0
         self.asked = turns[0]  # the turn that it last asked for
+        self.began = 0.0  # when it first asked for that turn, wherever
+        self.moved = -1  # turn in which it was last sent elsewhere: once a turn is enough
         self.kept = 0  # tokens of the context so far with which the prompt of that turn begins
         self.prompt = 0  # tokens of that prompt
         self.context = 0
