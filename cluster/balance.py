@@ -66,7 +66,7 @@ class StepFacts:
     most: int = 0  # groups that could roll out at once, were it not for the staleness bound; 0: no limit
     unhealthy: int = 0  # generators that serve nobody now
     queued: float = 0.0  # requests that wait for a place at generators, per running one
-    parts: int = 1  # of a batch, each trained once it is ready; 1: it is formed whole
+    parts: int = 1  # of a batch, each trained once it is ready (a burst is one); 1: it is formed whole
     fill: float = 1.0  # groups in the batch / run.groups_per_step
     phase: Phase = "train"  # cold: the pipeline still fills; eval: held-out tasks run
     scoring: Scoring = "decoupled"  # how this step's batch was scored

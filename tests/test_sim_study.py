@@ -27,6 +27,7 @@ from cluster.sim.study import FULL, QUICK, Options, scenario_of, study
 from cluster.sim.sweep import Progress, Tuned, Workers
 from cluster.sim.vary import VARIED, vary
 from cluster.sim.workloads import TableWorkload, load_workload
+from cluster.sim.world import run
 from deploy.simulate_text import WHAT, answer, waited_share
 from tests.sim_tiny import TINY
 
@@ -122,6 +123,19 @@ def test_gain_vanishes_where_there_is_nothing_to_win() -> None:
     assert figures["kv_hit_vs_request_lru"].mean == pytest.approx(1.0, abs=0.01)
     assert "train_step_reduction" not in figures
     assert any("a fixed split is simpler" in line for line in answer(found))
+
+
+def test_elastic_ranks_leave_a_split_alone_that_is_the_best_one() -> None:
+    """Few long groups, scored in bursts: learners never wait, and yet no generator is one too many."""
+    workload = load_workload("search")
+    job = Job(workload, load_profile(workload.spec.run.profile), 32)
+    base = replace(scenario_of(job, Options(steps=24, warmup_steps=12)), split=Split(14, 18))
+    goodput = [
+        run(replace(base, policy=policy(name, 2), seed=seed)).goodput_tok_s
+        for name in ("tide", "tide_no_elastic")
+        for seed in (0, 1)
+    ]
+    assert sum(goodput[:2]) > 0.97 * sum(goodput[2:])
 
 
 def small(workload: TableWorkload, groups: int) -> TableWorkload:

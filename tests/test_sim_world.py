@@ -20,7 +20,7 @@ from cluster.sim.profile import (
     SyncProfile,
 )
 from cluster.sim.scenario import Fault, Plan, PolicyConfig, Result, Scenario, Split, Turn
-from cluster.sim.world import run
+from cluster.sim.world import World, run
 
 TURNS = 3
 PROFILE = Profile(
@@ -275,6 +275,22 @@ def test_decoupled_scoring_is_the_flow_shop_of_the_cost_model() -> None:
     assert times["full_batch"] == pytest.approx(work + 2 * 0.5)
     assert times["thrash"] == pytest.approx(work + 8 * 2 * 0.5)
     assert times["full_batch"] <= times["colocated"] <= times["thrash"]
+
+
+@pytest.mark.parametrize(("way", "parts"), [("colocated", 1), ("thrash", 8)])
+def test_a_batch_has_as_many_parts_as_it_was_trained_in(way: str, parts: int) -> None:
+    """All is ready: one burst takes the whole batch, however many micro-batches that are."""
+    profile = msgspec.structs.replace(
+        PROFILE, learner=msgspec.structs.replace(PROFILE.learner, micro_tokens=520)
+    )
+    world = World(
+        scenario(
+            workload=Constant(turns=1, prompt=120, output=10), profile=profile, split=Split(6, 1), steps=10,
+            groups_per_step=8, group_size=4, policy=policy(scoring=way),
+        )
+    )  # fmt: skip
+    world.run()
+    assert (world.trainer.parts, world.trainer.micro) == (parts, 8)
 
 
 def test_scorers_work_ahead_of_the_learners() -> None:

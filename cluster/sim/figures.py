@@ -115,7 +115,7 @@ class Figures:
             depth=len(trainer.ready),
             open=self.rollout.groups_open,
             most=scenario.env_slots // scenario.group_size,
-            parts=1 if scenario.gated or trainer.scoring == "full_batch" else trainer.readiness()[0],
+            parts=max(1, trainer.parts),
             queued=self.rollout.queued(),
             fill=len(trainer.batch) / scenario.groups_per_step,
             phase="cold" if training < COLD_STEPS else "eval" if evaluating else "train",

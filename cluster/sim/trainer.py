@@ -61,6 +61,7 @@ class Trainer:
         self.burst_s = 0.0  # rank-seconds scoring on learners
         self.swaps_s = 0.0  # seconds of the step spent on swapping models
         self.micro = 0  # micro-batches trained
+        self.parts = 0  # in which the batch was trained: micro-batches, or bursts of them
         self.ras_tokens = 0
         self.late: list[tuple[float, int]] = []  # (time, tokens) of groups that came after the opening
         self.head_age_s = 0.0
@@ -101,7 +102,7 @@ class Trainer:
         if self.scoring == "decoupled" and self._passes and not self.scorers:
             self.scoring = "colocated"
         self.open_at, self.started_at, self.full_at = now, -1.0, -1.0
-        self.micro, self.swaps_s = 0, 0.0
+        self.micro, self.parts, self.swaps_s = 0, 0, 0.0
         self.late = []
         self._behind = 0
         size = self.scenario.groups_per_step
@@ -225,6 +226,7 @@ class Trainer:
         if self.started_at < 0.0:
             self.started_at = now
         self._busy = True
+        self.parts += 1
         self._waits(now, "")
         self._after(now + self._work_s(rows, tokens, alone), self._worked, self._generation)
 
