@@ -2,7 +2,9 @@
 
 With ``appendfsync everysec`` a killed server may forget its last moments: each connection keeps its
 acknowledged orders of the last ``replay_s`` seconds and sends them again when it meets another incarnation
-(run id) of the server, before anything else. So every order must be idempotent.
+(run id) of the server, before anything else. So every order must be idempotent. What that server cannot
+take yet, because another writer still has to replay an admission, goes before any later order; until it is
+settled nothing is forgotten here, as the server may be killed once more.
 """
 
 import asyncio
@@ -64,12 +66,13 @@ class Link:
     def __init__(self, url: str, base: str, replay_s: float, deadline_s: float, first_s: float) -> None:
         self.shown = without_password(url)
         self._base = base
-        self._replay_s, self._deadline_s, self._first_s = replay_s, deadline_s, first_s
+        self._replay_s, self.deadline_s, self._first_s = replay_s, deadline_s, first_s
         self._run_id = ""
         self._meeting = asyncio.Lock()  # one connection replays while the others wait
         self._restarted = float("-inf")
-        self._ring: deque[tuple[float, Command]] = deque()  # acknowledged orders
-        self._unsettled: list[Command] = []  # replayed orders that wait for another writer's replay
+        self._ring: deque[tuple[float, Command]] = deque()  # acknowledged orders, oldest first
+        self._unsettled: list[Command] = []  # those of the ring that wait for another writer's replay
+        self._ordering = asyncio.Lock()  # one call settles while the others wait
         if url.startswith("valkey"):
             url = "redis" + url.removeprefix("valkey")
         try:
@@ -114,35 +117,40 @@ class Link:
             return
         self._restarted = time.monotonic()
         log.warning("queue server %s restarted: sending %d orders again", self.shown, len(self._ring))
-        waiting = [command for _, command in self._ring]
-        self._unsettled = []
-        for command in waiting:
+        unsettled: list[Command] = []
+        for command in [command for _, command in self._ring]:
             await connection.send_command(*command)
             try:
                 reply = await connection.read_response(disconnect_on_error=False)
             except ResponseError as error:
                 reply = error
-            if _unordered(reply):
-                self._unsettled.append(command)
+            if _early(reply, bool(unsettled)):
+                unsettled.append(command)
             elif isinstance(reply, ResponseError):
                 log.warning("replayed order refused by %s: %s", self.shown, reply)
+        self._unsettled = unsettled
+        self._renew()
 
     async def _settle(self) -> None:
         """Send again what was waiting for an admission that another writer replays."""
-        waiting, self._unsettled = self._unsettled, []
+        waiting = self._unsettled
         expired = not self.settling
-        try:
-            for command in waiting:
-                reply = await self._reply(command)
-                if not _unordered(reply):
-                    continue
-                if expired:
-                    log.error("an order from before the restart of %s is lost: %s", self.shown, reply)
-                else:
-                    self._unsettled.append(command)
-        except BaseException:
-            self._unsettled = waiting  # all of it again: orders are idempotent
-            raise
+        unsettled: list[Command] = []
+        for command in waiting:
+            reply = await self._reply(command)
+            if not expired and _early(reply, bool(unsettled)):
+                unsettled.append(command)
+            elif isinstance(reply, ResponseError) or _early(reply):
+                log.error("an order from before the restart of %s is lost: %s", self.shown, reply)
+        if self._unsettled is waiting:  # else the server was restarted meanwhile, and replies are outdated
+            self._unsettled = unsettled
+            if waiting and not unsettled:
+                self._renew()
+
+    def _renew(self) -> None:
+        """This server may forget what it was told just now."""
+        now = time.monotonic()
+        self._ring = deque((now, command) for _, command in self._ring)
 
     async def _reply(self, command: Command) -> Any:
         try:
@@ -165,7 +173,7 @@ class Link:
         task = asyncio.current_task()
         assert task is not None
         cancelled = task.cancelling()
-        limit = self._deadline_s if self._run_id else min(self._first_s, self._deadline_s)
+        limit = self.deadline_s if self._run_id else min(self._first_s, self.deadline_s)
         deadline = time.monotonic() + limit
         delay = 0.02
         while True:
@@ -173,19 +181,17 @@ class Link:
             try:
                 async with asyncio.timeout(max(0.05, deadline - time.monotonic())):
                     if self._unsettled:
-                        await self._settle()
+                        async with self._ordering:
+                            await self._settle()
                     answer = await send(self.client)
-            except (AuthenticationError, AuthorizationError) as error:
-                raise StreamFailed(f"queue server {self.shown} refused the login: {error}") from error
-            except (RedisConnectionError, RedisTimeoutError, OSError) as error:  # OSError: TimeoutError too
-                last = error
-            except ResponseError as error:
-                last = error
-                await self._weigh(error)
-            if task.cancelling() > cancelled:  # the client swallows one in twenty-five at a blocking read
+            except (ResponseError, RedisConnectionError, RedisTimeoutError, OSError) as error:
+                last = error  # OSError: TimeoutError too
+            # Before anything else: the client swallows one in twenty-five at a blocking read.
+            if task.cancelling() > cancelled:
                 raise asyncio.CancelledError
             if last is None:
                 return answer
+            await self._weigh(last)
             if time.monotonic() + delay > deadline:
                 raise StreamFailed(
                     f"queue server {self.shown} gave no answer for {limit:g} s: "
@@ -194,8 +200,12 @@ class Link:
             await asyncio.sleep(delay * random.uniform(0.7, 1.3))
             delay = min(2 * delay, 1.0)
 
-    async def _weigh(self, error: ResponseError) -> None:
+    async def _weigh(self, error: Exception) -> None:
         """Return if the command may be sent again, raise otherwise."""
+        if isinstance(error, AuthenticationError | AuthorizationError):
+            raise StreamFailed(f"queue server {self.shown} refused the login: {error}") from error
+        if not isinstance(error, ResponseError):
+            return
         code, _, text = str(error).partition(" ")
         code = error.status_code or code
         if isinstance(error, NoScriptError) or code == "NOGROUP":
@@ -205,7 +215,8 @@ class Link:
             if not self.settling:
                 raise KeyError(text) from error
         elif code == "INVALID":
-            raise ValueError(text) from error
+            if not self._unsettled:  # else it may only lack what was ordered before it
+                raise ValueError(text) from error
         elif code not in _TRANSIENT:
             raise StreamFailed(f"queue server {self.shown} refused an order: {error}") from error
 
@@ -214,13 +225,16 @@ class Link:
         reply = await self.call(lambda client: client.execute_command(*command))
         now = time.monotonic()
         self._ring.append((now, command))
-        while self._ring[0][0] < now - self._replay_s:
+        while not self._unsettled and self._ring[0][0] < now - self._replay_s:
             self._ring.popleft()
         return reply
 
 
-def _unordered(reply: Any) -> bool:
-    """Whether a replayed order speaks of a group or attempt that is not (yet) known."""
+def _early(reply: Any, others: bool = False) -> bool:
+    """Whether a replayed order speaks of a group or attempt that is not (yet) known.
+
+    With ``others``, earlier orders wait for theirs: then it may also lack those.
+    """
     if isinstance(reply, ResponseError):
-        return str(reply).startswith("UNKNOWN")
+        return str(reply).startswith(("UNKNOWN", "INVALID") if others else "UNKNOWN")
     return isinstance(reply, list) and len(reply) == 2 and bool(reply[1])

@@ -245,12 +245,12 @@ class MemoryQueue:
         return list(self._claimed)
 
     async def load(self, groups: Sequence[str]) -> list[Group]:
-        """Read groups whole; KeyError if payload is gone, ValueError naming the member if damaged."""
+        """Read groups whole; KeyError if open or payload is gone, ValueError naming a damaged member."""
         found = []
         for name in groups:
             held = self._groups.get(name)
-            if held is None:
-                raise KeyError(f"group {name}: its payload is gone")
+            if held is None or held.state == "open":
+                raise KeyError(f"group {name}: " + ("it is open" if held else "its payload is gone"))
             members = {
                 m: {"state": self._members[m].state.encode(), **self._members[m].fields}
                 for m in held.order.members

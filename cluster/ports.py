@@ -72,7 +72,7 @@ class Queue(Protocol):
         """Take over every claimed, unacknowledged group of dead consumers, oldest first."""
 
     async def load(self, groups: Sequence[str]) -> list[Group]:
-        """Read groups whole, in the order given. Raises KeyError for one whose payload is gone."""
+        """Read groups whole, in the order given. Raises KeyError for one that is open or has no payload."""
 
     async def close(self, groups: Sequence[str], reason: str) -> int:
         """Drop the pending members of groups: dropped(reason); acknowledge. Returns members moved."""

@@ -209,21 +209,40 @@ class RedisQueue:
         return self._hand([name.decode() for name in groups])
 
     async def load(self, groups: Sequence[str]) -> list[Group]:
-        """Read groups whole; KeyError if payload is gone, ValueError naming the key if damaged."""
+        """Read groups whole; KeyError if open or payload is gone, ValueError naming the key if damaged.
+
+        A restarted server may have to be told again by other writers what a claimed group consists of.
+        """
+        deadline = time.monotonic() + self._link.deadline_s
+        while True:
+            try:
+                return await self._load(groups)
+            except KeyError:
+                if not self._link.settling or time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(0.1)
+
+    async def _load(self, groups: Sequence[str]) -> list[Group]:
         keys = [f"{self._base}group:{name}" for name in groups]
-        rows = await self._pipelined([("HMGET", key, "order", "attempt") for key in keys])
-        found: list[tuple[Order, int]] = []
-        for name, key, (raw, attempt) in zip(groups, keys, rows, strict=True):
+        raws = await self._pipelined([("HGET", key, "order") for key in keys])
+        orders: list[Order] = []
+        for name, key, raw in zip(groups, keys, raws, strict=True):
             if raw is None:
                 raise KeyError(f"group {name}: its payload is gone")
-            found.append((assemble.decode_named(raw, Order, f"{key} order"), int(attempt)))
+            orders.append(assemble.decode_named(raw, Order, f"{key} order"))
         where = self._base + "trajectory:"
-        ids = [member for order, _ in found for member in order.members]
-        fields = iter(await self._pipelined([("HGETALL", where + member) for member in ids]))
-        return [
-            assemble.build_group(order, attempt, {m: _text_keys(next(fields)) for m in order.members}, where)
-            for order, attempt in found
-        ]
+        # With the payload, on one connection: a server restarted in between may not know a group as ready.
+        heads: list[Command] = [("HMGET", key, "state", "attempt") for key in keys]
+        ids = [member for order in orders for member in order.members]
+        rows = await self._pipelined(heads + [("HGETALL", where + member) for member in ids])
+        fields = iter(rows[len(heads) :])
+        found = []
+        for order, (state, attempt) in zip(orders, rows, strict=False):
+            if state is None or state == b"open":
+                raise KeyError(f"group {order.group}: " + ("it is open" if state else "its payload is gone"))
+            members = {member: _text_keys(next(fields)) for member in order.members}
+            found.append(assemble.build_group(order, int(attempt), members, where))
+        return found
 
     async def close(self, groups: Sequence[str], reason: str) -> int:
         """Drop groups for ``reason`` and delete their payload."""

@@ -11,7 +11,6 @@ size and whether or not the optimizer has stepped.
     step-000020/  manifest.json  meta.msgpack  state/ (DCP)  rng/rank-0.msgpack ...  hf/
 """
 
-import hashlib
 import json
 import os
 import random
@@ -29,7 +28,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
-from cluster.config import Config
 from cluster.errors import CheckpointDamaged
 from learner.export import export_hf
 from learner.manifest import MANIFEST, checkpoints, digest, step_of
@@ -40,17 +38,15 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 class Meta(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint says of itself. ``extra`` is the caller's (builtins and bytes only)."""
+    """What a checkpoint says of itself. ``extra`` is the caller's (builtins and bytes only).
+
+    Fields that older ones have besides are ignored. Which settings may differ when a run goes on is for
+    ``deploy.resume`` to say.
+    """
 
     step: int
     world: int
-    fingerprint: str
     extra: dict[str, Any] = {}
-
-
-def fingerprint(config: Config) -> str:
-    """Identifies a configuration: hexadecimal SHA-256 of its canonical JSON."""
-    return hashlib.sha256(msgspec.json.encode(config, order="deterministic")).hexdigest()
 
 
 def save_checkpoint(

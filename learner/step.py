@@ -8,7 +8,6 @@ pass instead: the same gradients, and forward waits for scores.) Losses carry th
 and the applied gradient is the sum over all tokens of all ranks.
 """
 
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,8 @@ from cluster.config import Config
 from cluster.errors import LearnerLost
 from cluster.types import Weights
 from learner.batch import RankBatch
-from learner.checkpoint import (
-    Meta,
-    fingerprint,
-    load_checkpoint,
-    random_state,
-    restore_random_state,
-    save_checkpoint,
-)
+from learner.checkpoint import Meta, load_checkpoint, random_state, restore_random_state, save_checkpoint
+from learner.clock import Busy
 from learner.late import MicroSignals, SignalSource
 from learner.mesh import Place, join_mesh, leave_mesh, rank_device, set_last_micro_batch, shard
 from learner.micro import PerMicro, flatten, reduce_metrics, token_inputs
@@ -119,7 +112,7 @@ class LearnerRank:
         if self.version == step:
             return self._answer_again(step)
         batch.check(self.rank, self.version, step)
-        started = time.time()
+        busy = Busy()
         try:
             metrics, applied = self._update(batch, step, signals)
         except RuntimeError as error:
@@ -132,7 +125,7 @@ class LearnerRank:
             rank=self.rank,
             metrics=metrics,
             applied=applied,
-            busy=(started, time.time()),
+            busy=busy.told(),
             waited_s=self._waited,
         )
         return self.last
@@ -150,7 +143,7 @@ class LearnerRank:
         """
         place, optimizer = self.joined()
         inner = {"extra": extra, "skipped": self.skipped}
-        meta = Meta(step=self.version, world=self.world, fingerprint=fingerprint(self.config), extra=inner)
+        meta = Meta(step=self.version, world=self.world, extra=inner)
         folder = save_checkpoint(
             Path(root),
             self.model,
@@ -206,8 +199,9 @@ class LearnerRank:
     def _answer_again(self, step: int) -> StepResult:
         if self.last is not None and self.last.step == step:
             return msgspec.structs.replace(self.last, repeated=True)
-        now = time.time()
-        return StepResult(step=step, rank=self.rank, metrics={}, applied=True, busy=(now, now), repeated=True)
+        return StepResult(
+            step=step, rank=self.rank, metrics={}, applied=True, busy=Busy().told(), repeated=True
+        )
 
     def _update(
         self, batch: RankBatch, step: int, signals: SignalSource | MicroSignals | None

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cluster.errors import CheckpointDamaged
-from learner.checkpoint import fingerprint, load_checkpoint
+from learner.checkpoint import load_checkpoint
 from learner.manifest import checkpoints, latest_valid, verify
 from tests.learner_tiny import (
     assert_equal,
@@ -195,9 +195,17 @@ def test_exported_folder_is_a_model(model: Path, two_checkpoints: Path) -> None:
     assert "hf/model.safetensors" in (folder / "manifest.json").read_text()
 
 
-def test_fingerprint_follows_the_configuration(model: Path) -> None:
-    assert fingerprint(make_config(model)) == fingerprint(make_config(model))
-    assert fingerprint(make_config(model)) != fingerprint(make_config(model, learner={"lr": 0.5}))
+def test_checkpoint_with_the_fingerprint_of_an_earlier_release_is_read(
+    model: Path, two_checkpoints: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "step-000002"
+    shutil.copytree(two_checkpoints / "step-000002", folder)
+    meta = msgspec.msgpack.decode((folder / "meta.msgpack").read_bytes())
+    assert "fingerprint" not in meta
+    (folder / "meta.msgpack").write_bytes(msgspec.msgpack.encode(meta | {"fingerprint": "0" * 64}))
+    with single_rank(make_config(model), model) as rank:
+        assert rank.load(str(folder)) == meta["extra"]["extra"]
+        assert rank.version == 2
 
 
 @pytest.mark.slow

@@ -455,6 +455,17 @@ async def test_load_refuses_a_member_with_missing_turns(queue: Queue) -> None:
         await queue.load(["a"])
 
 
+async def test_load_refuses_an_open_group(queue: Queue) -> None:
+    await queue.admit(order("a"))
+    await queue.append([segment("a", m) for m in range(2)])
+    await queue.end([end("a", 0, turns=1)])
+    with pytest.raises(KeyError, match="group a: it is open"):
+        await queue.load(["a"])
+    await queue.end([end("a", 1, turns=1)])
+    assert await queue.ready("a", 0, 2)
+    assert len((await queue.load(["a"]))[0].members) == 2
+
+
 # Random orders: both implementations must agree, and conserve, at every step.
 
 GROUPS = st.sampled_from(["p", "q", "r"])
@@ -730,6 +741,55 @@ async def test_killed_server_loses_nothing_acknowledged(tmp_path: Path) -> None:
         assert await feeder.commit(step_of(1, "mine", "early"))
         assert (await worker.ledger()).trained == 4
         await check(controller)
+    finally:
+        for queue in (controller, worker, feeder):
+            await queue.aclose()
+        server.stop()
+
+
+async def test_load_waits_until_a_restarted_server_knows_the_group_again(tmp_path: Path) -> None:
+    server = ValkeyServer(tmp_path, fsync="no")
+    server.start()
+    controller, worker, feeder = (RedisQueue(server.url, "test", "run") for _ in range(3))
+    try:
+        await controller.admit(order("a"))
+        await finish(worker, "a")
+        assert await feeder.claim("f", 1, 1.0) == ["a"]
+        server.kill()
+        forget(tmp_path)
+        server.restart()
+        loading = asyncio.create_task(feeder.load(["a"]))
+        await asyncio.sleep(0.25)
+        assert not loading.done()  # the group is unknown
+        await controller.connect()
+        await asyncio.sleep(0.25)
+        assert not loading.done()  # it is open, and nobody has ended
+        await worker.connect()
+        (group,) = await asyncio.wait_for(loading, 5.0)
+        assert [len(member.turns) for member in group.members] == [2, 2]
+        await check(controller)
+    finally:
+        for queue in (controller, worker, feeder):
+            await queue.aclose()
+        server.stop()
+
+
+async def test_load_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.link.SETTLE_S", 0.6)
+    server = ValkeyServer(tmp_path, fsync="no")
+    server.start()
+    controller, worker, feeder = (RedisQueue(server.url, "test", "run") for _ in range(3))
+    try:
+        await controller.admit(order("a"))
+        await finish(worker, "a")
+        assert await feeder.claim("f", 1, 1.0) == ["a"]
+        server.kill()
+        forget(tmp_path)
+        server.restart()
+        await controller.connect()
+        with pytest.raises(KeyError, match="group a: it is open"):
+            await asyncio.wait_for(feeder.load(["a"]), 10.0)
+        assert not feeder._link.settling
     finally:
         for queue in (controller, worker, feeder):
             await queue.aclose()
