@@ -85,7 +85,7 @@ class Controller:
         ``session`` names the driver; roles of another one's actors are not taken over.
         """
         names = await self.elastic.start(session)
-        await self.fleet.start(names if self._fixed is None else self._fixed)
+        await self.fleet.start(names if self._fixed is None else self._fixed, self.elastic.joining())
         await self.orders.start()
         self.trace("controller_start", {"epoch": self.epoch, "version": self.version})
 

@@ -3,7 +3,8 @@
 ::
 
     barrier(step N):   settled -- decide --> plan, journal; the driver creates the actor (wanted, have)
-    barrier(step N+k): planned and its actor is ready --> commit, journal, epoch + 1
+                       planned, and not wanted any more --> dropped (a new target drops it at once)
+    barrier(step N+k): planned and its actor answers --> commit, journal, epoch + 1
                          generator > X          it leaves the table before anybody else hears of the move
                          touches learners       the loop resizes the group and says ``moved``
                          anything else          finished at once
@@ -29,7 +30,7 @@ from msgspec.structs import replace
 from cluster import codec
 from cluster.config import Config
 from cluster.fleet import Fleet, Trace
-from cluster.messages import Barrier, Moved, RankRow, Roles, Wanted
+from cluster.messages import Barrier, Move, Moved, RankRow, Roles, Wanted
 from cluster.moving import PROBE_DEADLINE_S, Moving, Ready, proposal_of
 from cluster.pipeline import Measured, ScoringFacts
 from cluster.ports import Queue
@@ -64,26 +65,46 @@ class Elastic(Moving):
         """Restore or begin the role map; returns the names of the generators at work."""
         raw = await self.queue.get("roles")
         self.map = RoleMap.decode(raw) if raw else RoleMap.first(self.config, 0, session)
-        if self.map.session != session:
+        anew = self.map.session != session
+        if anew:
             self.map = self.map.begin_anew(self.config, session)
         raw = await self.queue.get("ranks")
         known = codec.decode(raw, dict[str, Any]) if raw else {}
         if known:
             self.machine.load(known)
         self.machine.target = dict(self.map.target) or None
-        move = self.map.move
-        if move is None and not self._resume_joining(known.get("joining")):
-            self.machine.switches.abandoned("the job was started again")
-        if move is not None:
-            self._proposal = proposal_of(move, self._scoring_with(self.map))
-            self._since = time.monotonic()
-            if self.map.phase == "committed":
-                self.machine.resumed(self._proposal)
-            if self.map.phase == "committed" and not self.map.touches_learners:
-                await self._journal(self.map.finish(move.id))  # it has no effect but the map itself
-                await self._done(self._proposal, 0.0)
-                self._proposal = None
+        if self.map.move is not None:
+            await self._resume(self.map.move)
+        elif anew or not self._resume_joining(known.get("joining")):
+            await self._end_of(self.map.last)
         return self.generators()
+
+    async def _resume(self, move: Move) -> None:
+        """An earlier process left ``move`` half-done; when it was committed is not known."""
+        proposal = self._proposal = proposal_of(move, self._scoring_with(self.map))
+        if self.map.phase == "planned":
+            self._since = time.monotonic()
+            return
+        self.machine.resumed(proposal)
+        await self._remember()
+        if not self.map.touches_learners:
+            await self._journal(self.map.finish(move.id))  # it has no effect but the map itself
+            self._proposal = None
+            await self._end_of(move)
+
+    async def _end_of(self, last: Move | None) -> None:
+        """What an earlier process had begun, if it was ``last``, is made as far as the map tells."""
+        begun = self.machine.switches.under_way
+        if last is None or last.id != begun or last.rank not in self.map.of(last.target):
+            self.machine.switches.abandoned("the job was started again")
+            return
+        proposal = proposal_of(last, self._scoring_with(self.map))
+        if last.target == "generator":
+            self._join(last, proposal, None)
+            self.machine.resumed(proposal)
+            await self._remember()
+        else:
+            await self._done(proposal, None)
 
     async def run(self) -> None:
         """See to planned moves, joining generators and roles that nobody serves, until stopped."""
@@ -194,14 +215,20 @@ class Elastic(Moving):
         own_will = self.config.elastic.enabled
         wish = self.map.target or ({} if own_will else restoring(self.config, counts))
         self.machine.target = dict(wish) or None
-        if facts is None:
-            return
-        proposal = self.machine.decide(facts, counts)
-        alone = self._proposal is not None and counts[self._proposal.target] == 0
-        if self._proposal is not None and not alone and self.machine.regrets(self._proposal):
-            await self._undo("the opposite is wanted by now", again=True)
+        proposal = None if facts is None else self.machine.decide(facts, counts)
+        if self._proposal is not None and self._can_drop and self.machine.regrets(self._proposal, counts):
+            why = "the target has no use for it" if wish else "the opposite is wanted"
+            await self._undo(f"{why} by now", again=True)
         elif proposal is not None and self.map.phase == "settled":
             await self._plan(proposal)
+
+    @property
+    def _can_drop(self) -> bool:
+        """A move is planned, and the job does not stand still without it."""
+        move = self.map.move
+        if move is None or self.map.phase != "planned":
+            return False
+        return move.target not in ("generator", "learner") or self.map.counts()[move.target] > 0
 
     async def moved(self, moved: Moved) -> None:
         """How the loop's part of a move ended; ignored, with a trace, unless that move is under way."""
@@ -271,11 +298,13 @@ class Elastic(Moving):
         target = {role: count for role, count in named.items() if count is not None}
         async with self._lock:
             more = check_target(self.config, self.map, target, env_workers, self.free or 0)
-            owned = sum(self.map.counts().values()) + more
-            changed = replace(self.map, wanted=max(owned, self.map.wanted),
-                              workers=env_workers or self.map.workers)  # fmt: skip
-            if target or env_workers is None:
-                changed = replace(changed, target=target)
+            wished = target if target or env_workers is None else self.map.target
+            if wished != self.map.target and self._can_drop:
+                await self._undo("the target was changed", again=True)
+            changed = replace(self.map, target=wished, workers=env_workers or self.map.workers)
+            if wished is target:
+                owned = sum(self.map.counts().values()) + more
+                changed = replace(changed, wanted=max(len(self.map.ranks), owned))
             await self._journal(changed)
             self.trace("scale", {"target": target, "env_workers": env_workers, "more_ranks": more})
             return {"target": target, "now": self.map.counts(), "more_ranks": more,

@@ -13,7 +13,7 @@ generators, new weights, or ``notify``.
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -167,11 +167,15 @@ class Fleet:
         self.changed = Changed()
         self.why_idle: Callable[[], str] = lambda: "no_work"  # cause of the seconds a generator starves now
         self._away: dict[str, Slot] = {}
+        self._growing = asyncio.Lock()
         self._group: asyncio.TaskGroup | None = None
         self._stopping = False
 
-    async def start(self, names: Iterable[str]) -> None:
-        """Restore epoch and weights from the queue, under a new epoch; ``names`` are the members."""
+    async def start(self, names: Iterable[str], unclear: Collection[str] = ()) -> None:
+        """Restore epoch and weights from the queue, under a new epoch; ``names`` are the members.
+
+        The ``unclear`` ones may know tasks of an earlier membership.
+        """
         raw = await self.queue.get("epoch")
         self.epoch = int(raw) if raw else 0
         await self.grow()
@@ -179,19 +183,22 @@ class Fleet:
         if raw:
             self.weights = codec.decode(raw, Weights)
             self.version = self.weights.version
-        self.slots = {name: Slot(name) for name in names}
+        self.slots = {name: Slot(name, unclear=name in unclear) for name in names}
 
     async def run(self) -> None:
         """Watch the members, whoever they are, until stopped."""
-        async with asyncio.TaskGroup() as group:
-            self._group = group
-            for slot in self.slots.values():
-                slot.task = group.create_task(self._watch(slot))
-            while not self._stopping:
-                await self.changed.wait(HEALTH_EVERY_S)
-            for slot in self.slots.values():
-                if slot.task is not None:
-                    slot.task.cancel()  # it may be waiting for a generator that hangs
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                for slot in self.slots.values():
+                    slot.task = group.create_task(self._watch(slot))
+                while not self._stopping:
+                    await self.changed.wait(HEALTH_EVERY_S)
+                for slot in self.slots.values():
+                    if slot.task is not None:
+                        slot.task.cancel()  # it may be waiting for a generator that hangs
+        finally:
+            self._group = None
 
     async def stop(self) -> None:
         """End the loops."""
@@ -203,10 +210,12 @@ class Fleet:
         self.changed.notify()
 
     async def grow(self) -> int:
-        """A new epoch, durable before it is used."""
-        self.epoch += 1
-        await self.queue.put("epoch", str(self.epoch).encode())
-        return self.epoch
+        """A new epoch, durable before it is used, and given once."""
+        async with self._growing:
+            epoch = self.epoch + 1
+            await self.queue.put("epoch", str(epoch).encode())
+            self.epoch = epoch
+            return epoch
 
     # -- members ------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ class _Joining:
     move: Move
     proposal: Proposal
     name: str
-    since: float  # commit of the move
+    since: float | None  # commit of the move; None: nobody saw it
     deadline: float
 
 
@@ -66,7 +66,7 @@ class Moving:
         self._prepared = -1  # id of the planned move whose actor is ready
         self._chooser = ScoringChooser("colocated" if config.scorer.mode == "colocated" else "decoupled")
         self._proposal: Proposal | None = None  # of the move under way
-        self._since = 0.0  # plan, then commit of the move under way
+        self._since: float | None = None  # plan, then commit of the move under way; None: nobody saw it
         self._joining: _Joining | None = None
 
     def name(self, role: str, rank: int) -> str:
@@ -123,6 +123,10 @@ class Moving:
         move = self.map.move
         if move is None or self.map.phase != "planned" or self._prepared != move.id or self._held(move):
             return None
+        self._prepared = -1  # it may have died since: only what answers now is begun
+        await self._look_at_actor(AT_ONCE_S)
+        if self._prepared != move.id:
+            return None
         await self._journal(self.map.commit(move.id, await self.fleet.grow()))
         self._since = time.monotonic()
         assert self._proposal is not None
@@ -150,19 +154,25 @@ class Moving:
             await self._remember()
             await self.fleet.join(self.name("generator", move.rank))
         else:
-            await self._done(proposal, time.monotonic() - self._since)
+            await self._done(proposal, _seconds_since(self._since))
 
-    def _join(self, move: Move, proposal: Proposal, since: float) -> None:
+    def _join(self, move: Move, proposal: Proposal, since: float | None) -> None:
         deadline = time.monotonic() + self.config.elastic.prepare_timeout_s
         name = self.name("generator", move.rank)
         self._joining = _Joining(move, proposal, name, since, deadline)
+
+    def joining(self) -> list[str]:
+        """The member that is on its way back to generation, if there is one."""
+        return [] if self._joining is None else [self._joining.name]
 
     def _resume_joining(self, raw: Mapping[str, Any] | None) -> bool:
         """A rank that was on its way back to generation still is; False if there is none."""
         move = msgspec.convert(raw["move"], Move) if raw else None
         if raw is None or move is None or move.rank not in self.map.serving("generator"):
             return False
-        since = time.monotonic() - max(0.0, time.time() - raw["since"])
+        since = raw["since"]
+        if since is not None:
+            since = time.monotonic() - max(0.0, time.time() - since)
         proposal = proposal_of(move, self._scoring_with(self.map))
         self._join(move, proposal, since)
         self.machine.resumed(proposal)
@@ -176,7 +186,7 @@ class Moving:
         slot = self.fleet.slots.get(joining.name)
         if slot is not None and slot.healthy:
             self._joining = None
-            await self._done(joining.proposal, now - joining.since)
+            await self._done(joining.proposal, _seconds_since(joining.since))
         elif now > joining.deadline:
             limit = self.config.elastic.prepare_timeout_s
             await self._journal(self.map.release(joining.move.rank, await self.fleet.grow()))
@@ -189,11 +199,14 @@ class Moving:
         await self._forget_move(joining.move, joining.proposal, error, committed=True, again=again)
         await self.fleet.leave(joining.name, error)
 
-    async def _done(self, proposal: Proposal, seconds: float) -> None:
-        self.machine.switched(proposal.kind, seconds, proposal.id)
+    async def _done(self, proposal: Proposal, seconds: float | None) -> None:
+        """The rank serves; ``seconds`` is None if nobody saw all of the switch: then it teaches nothing."""
+        if seconds is not None:
+            self.machine.switched(proposal.kind, seconds, proposal.id)
         self.machine.done(proposal)
         await self._remember()
-        self.trace("move_done", {"move": proposal.id, "kind": proposal.kind, "seconds": round(seconds, 3),
+        took = None if seconds is None else round(seconds, 3)
+        self.trace("move_done", {"move": proposal.id, "kind": proposal.kind, "seconds": took,
                                  "cost_s": proposal.cost_s, "predicted_s": proposal.predicted_s})  # fmt: skip
 
     async def _undo(self, error: str, again: bool = False) -> None:
@@ -224,7 +237,8 @@ class Moving:
     async def _expire(self) -> None:
         """A new role that does not get ready in time, or may not be taken up, is given up."""
         move, limit = self.map.move, self.config.elastic.prepare_timeout_s
-        if move is None or self.map.phase != "planned" or time.monotonic() - self._since <= limit:
+        waited = _seconds_since(self._since)
+        if move is None or self.map.phase != "planned" or waited is None or waited <= limit:
             return
         ready = self._prepared == move.id
         if ready and not self._held(move):
@@ -238,10 +252,19 @@ class Moving:
         A learner group that is gone hears of it from ``roles``, which it asks for when it rebuilds; one that
         should give a rank is called to the barrier.
         """
-        pair = refilling(self.map.counts(), self.machine.bounds.floors)
-        if pair is None or self._joining is not None or self.map.phase == "committed":
+        counts, move = self.map.counts(), self.map.move
+        if move is not None and self.map.phase == "committed":
+            if move.source == "learner" and counts["learner"] == 0:
+                await self._undo("no learner is left", again=True)  # who would say that it is made?
+            return
+        pair = refilling(counts, self.machine.bounds.floors)
+        if pair is None:
             return
         source, target = pair
+        if self._joining is not None:  # it serves nobody yet
+            await self._journal(self.map.release(self._joining.move.rank, await self.fleet.grow()))
+            await self._not_joined(f"no {target} is left", again=True)
+            source = SPARE
         if self.map.move is not None and self.map.move.target != target:
             await self._undo(f"no {target} is left", again=True)
         if self.map.move is None:
@@ -252,6 +275,7 @@ class Moving:
         if self.map.touches_learners and target == "generator":
             return
         if await self._commit_if_ready() is not None and self.map.touches_learners:
+            self._since = None  # the group has not even heard of it
             await self._finish({})
 
     async def _journal(self, changed: RoleMap) -> None:
@@ -263,7 +287,8 @@ class Moving:
         """The switch ledger, the measured costs and who is joining outlive the process too."""
         state, joining = self.machine.state(), self._joining
         if joining is not None:
-            since = time.time() - (time.monotonic() - joining.since)
+            passed = _seconds_since(joining.since)
+            since = None if passed is None else time.time() - passed
             state["joining"] = {"move": msgspec.to_builtins(joining.move), "since": since}
         await self.queue.put("ranks", codec.encode(state))
 
@@ -273,6 +298,10 @@ class Moving:
         self.trace(event, {"move": move.id, "rank": move.rank, "source": move.source, "target": move.target,
                            "epoch": self.map.epoch, "reason": move.reason, "cost_s": move.cost_s,
                            "predicted_s": move.predicted_s})  # fmt: skip
+
+
+def _seconds_since(moment: float | None) -> float | None:
+    return None if moment is None else time.monotonic() - moment
 
 
 def proposal_of(move: Move, scoring: Scoring) -> Proposal:

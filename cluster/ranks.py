@@ -318,15 +318,23 @@ class RankMachine:
                          id=proposal.id)
         )  # fmt: skip
 
-    def regrets(self, proposal: Proposal) -> bool:
-        """The opposite has been asked for since it was proposed: do not begin it."""
-        if self.target is not None or proposal.source == "spare":
+    def regrets(self, proposal: Proposal, counts: Mapping[str, int]) -> bool:
+        """It was right when it was proposed, but is not by now: do not begin it.
+
+        A target is met without it, or lacks ranks where it would take one; or the opposite is asked for.
+        """
+        if self.target is not None:
+            pair = toward(self.target, counts, self.bounds)
+            return pair is None or pair[1] == proposal.source
+        if proposal.source == "spare":
             return False
         opposite = "consumption" if proposal.target == "generator" else "generation"
         return self._asked == opposite and self._streak >= self.bounds.agree_steps
 
     def resumed(self, proposal: Proposal) -> None:
-        """The move was begun by an earlier process, whose ``state`` was loaded."""
+        """The move was begun by an earlier process, which may have ended before its ``state`` told so."""
+        if self.switches.under_way != proposal.id:
+            self.begun(proposal)
         self._begun = proposal
 
     def switched(self, kind: str, seconds: float, move: int = 0) -> None:
@@ -355,10 +363,11 @@ class RankMachine:
         self._counts = counts
 
     def state(self) -> dict[str, Any]:
-        """What a restarted controller should remember, as plain values: switch ledger and target."""
-        return {"target": self.target, "switches": self.switches.state()}
+        """What a restarted controller should remember, as plain values: switch ledger, target and step."""
+        return {"target": self.target, "step": self._step, "switches": self.switches.state()}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over ``state()`` of an earlier process; works are measured anew."""
         self.target = state["target"]
+        self._step = state.get("step", 0)  # an older journal does not tell
         self.switches.load(state["switches"])

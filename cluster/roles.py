@@ -65,6 +65,7 @@ class RoleMap(Record, frozen=True):
     workers: int = 0  # env workers to run
     wanted: int = 0  # ranks that the job should own
     session: str = ""  # of the driver whose actors these are
+    last: Move | None = None  # the newest that was finished
 
     @classmethod
     def first(cls, config: Config, epoch: int, session: str = "") -> "RoleMap":
@@ -146,8 +147,8 @@ class RoleMap(Record, frozen=True):
 
     def finish(self, move: int) -> "RoleMap":
         """All effects of committed move ``move`` are in place."""
-        self._expect("committed", move)
-        return replace(self, move=None, phase="settled")
+        made = self._expect("committed", move)
+        return replace(self, move=None, phase="settled", last=made)
 
     def undo(self, move: int, epoch: int) -> "RoleMap":
         """Committed move ``move`` failed: the rank has its old role again, under a new epoch."""

@@ -119,12 +119,17 @@ class SwitchLedger:
 
     def _begun(self, move: int) -> SwitchRecord | None:
         """The record of ``move``, if that is the one under way: a restart may have lost it."""
+        return self.records[-1] if self.under_way == move else None
+
+    @property
+    def under_way(self) -> int | None:
+        """Id of the move that was begun last, while it has not ended."""
         last = self.records[-1] if self.records else None
-        return last if last is not None and last.state == "begun" and last.id == move else None
+        return last.id if last is not None and last.state == "begun" else None
 
     def abandoned(self, why: str) -> None:
         """The process that had begun the last move is gone, and the move with it."""
-        if self.records and self.records[-1].state == "begun":
+        if self.under_way is not None:
             self.records[-1].state, self.records[-1].void = "undone", why
 
     # -- settled steps ------------------------------------------------------------------
@@ -225,6 +230,8 @@ class SwitchLedger:
             "costs": {kind: list(seen) for kind, seen in self._costs.items()},
             "trust": {kind: list(seen) for kind, seen in self._trust.items()},
             "records": [asdict(record) for record in self.records],
+            "failures": self._failures,
+            "blocked": self._blocked,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -232,6 +239,8 @@ class SwitchLedger:
         self._costs = {kind: deque(seen, maxlen=3) for kind, seen in state["costs"].items()}
         self._trust = {kind: deque(seen, maxlen=3) for kind, seen in state["trust"].items()}
         self.records = [SwitchRecord(**record) for record in state["records"]]
+        self._failures = dict(state.get("failures", {}))  # an older journal does not tell
+        self._blocked = dict(state.get("blocked", {}))
         for record in self.records:
             if record.realised_s is None and not record.void:
                 record.void = "the controller was restarted"

@@ -1,6 +1,8 @@
 """Ray shell of the controller: turns calls into method calls, and nothing else."""
 
 import asyncio
+import os
+import traceback
 from typing import Any
 
 import ray
@@ -44,7 +46,11 @@ class ControllerActor:
 
     @sole
     async def run(self) -> None:
-        """Restore and supervise until ``stop``."""
+        """Restore and supervise until ``stop``; what goes wrong after the start ends the process.
+
+        Calls in flight end with it, and their callers ask the next one: here they would go on with a
+        controller that has ended.
+        """
         env = self.config.env
         tasks = build_tasks(env.name, env.params, self.config.run.seed)
         queue = RedisQueue(self.url, prefix=self.config.queue.prefix, run=self.folder.run_id)
@@ -58,7 +64,16 @@ class ControllerActor:
             self._sink = RaySink({"run": self.config.run.name})
             self._started.set()
             await controller.run()
+        except Exception as error:
+            if self._controller is not None:  # it has answered calls: no other may in this process
+                trace("controller_failed", {"error": repr(error)[:500]})
+                traceback.print_exc()
+                trace.close()
+                os._exit(1)
+            raise
         finally:
+            self._started.clear()
+            self._controller = None
             trace.close()
             await queue.aclose()
 

@@ -66,14 +66,19 @@ class Keeper:
     async def _with_scores(
         self, stepping: Awaitable[dict[str, Any]], delivering: Awaitable[None]
     ) -> dict[str, Any]:
-        """The step, while scores are handed to it. Raises LearnerLost if nobody can score any more."""
+        """The step, while scores are handed to it. Raises LearnerLost if nobody can score any more.
+
+        Raises what the delivery raised: the step would wait for its scores in vain.
+        """
         step, minding = asyncio.ensure_future(stepping), asyncio.create_task(self._mind_scorers())
         delivery = asyncio.ensure_future(delivering)
         try:
-            await asyncio.wait({step, minding}, return_when=asyncio.FIRST_COMPLETED)
-            if minding.done():
-                minding.result()
-            return await step
+            waiting: set[asyncio.Future[Any]] = {step, minding, delivery}
+            while not step.done():
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done - {step}:
+                    task.result()
+            return step.result()
         finally:
             for task in (step, minding, delivery):
                 task.cancel()

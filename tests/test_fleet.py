@@ -113,6 +113,59 @@ async def test_an_epoch_is_never_used_twice() -> None:
         assert again.epoch == last + 1
 
 
+class SlowQueue(MemoryQueue):
+    """Its answers to a new epoch take as long as they are told; a later one may be the sooner."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.delays: list[float] = []
+
+    async def put(self, name: str, raw: bytes) -> None:
+        if name == "epoch" and self.delays:
+            await asyncio.sleep(self.delays.pop(0))
+        await super().put(name, raw)
+
+
+async def test_an_epoch_is_given_once_and_told_when_it_is_durable() -> None:
+    queue = SlowQueue()
+    async with running(Fakes(), queue=queue) as fleet:
+        first = fleet.epoch
+        queue.delays = [0.1, 0.05]
+        growing = [asyncio.create_task(fleet.grow()) for _ in range(2)]
+        while not all(task.done() for task in growing):
+            assert fleet.table().epoch == int(await queue.get("epoch") or b"0")
+            await asyncio.sleep(0.01)
+        assert sorted(task.result() for task in growing) == [first + 1, first + 2]
+        assert int(await queue.get("epoch") or b"0") == fleet.epoch == first + 2
+
+
+async def test_members_that_are_unclear_at_the_start_are_cleared() -> None:
+    fakes = Fakes()
+    fleet = Fleet(config(), MemoryQueue(), fakes, lambda event, fields: None)
+    await fleet.start(["a", "b"], ["b"])
+    loop = asyncio.create_task(fleet.run())
+    async with asyncio.timeout(10):
+        await healthy(fleet, "a", "b")
+    assert (len(fakes.ports["a"].cleared), len(fakes.ports["b"].cleared)) == (0, 1)
+    await fleet.stop()
+    await asyncio.wait_for(loop, 10)
+
+
+async def test_a_fleet_that_has_ended_starts_nothing_any_more() -> None:
+    """Its process may live on for a moment, in which a call is answered."""
+    fakes = Fakes()
+    fleet = Fleet(config(), MemoryQueue(), fakes, lambda event, fields: None)
+    await fleet.start(["a"])
+    loop = asyncio.create_task(fleet.run())
+    async with asyncio.timeout(10):
+        await healthy(fleet, "a")
+    loop.cancel()
+    await asyncio.gather(loop, return_exceptions=True)
+    await fleet.join("b")
+    await fleet.leave("a", "test")
+    assert list(fleet.slots) == ["b"] and fakes.ports["a"].cleared == []
+
+
 def report(**changed: Any) -> GeneratorHealth:
     return GeneratorHealth(**{"name": "a", "instance": "one", "ready": True, "version": 0, **changed})
 

@@ -503,6 +503,37 @@ async def test_scorers_that_are_gone_for_good_are_done_without(monkeypatch: pyte
     assert job.digests() == await fixed_digests()
 
 
+async def test_a_delivery_of_scores_that_fails_ends_the_step() -> None:
+    """The step would wait ``scorer.timeout_s`` for what nobody hands to it."""
+    keeper = Job(Roles(epoch=0), {}).loop().keeper
+
+    async def step() -> dict[str, Any]:
+        await asyncio.Event().wait()
+        return {}
+
+    async def deliver() -> None:
+        raise KeyError("g0000001")
+
+    with pytest.raises(KeyError, match="g0000001"):
+        async with asyncio.timeout(5.0):
+            await keeper._with_scores(step(), deliver())
+
+
+async def test_a_step_goes_on_when_all_scores_are_delivered() -> None:
+    keeper = Job(Roles(epoch=0), {}).loop().keeper
+    delivered = asyncio.Event()
+
+    async def step() -> dict[str, Any]:
+        await delivered.wait()
+        await asyncio.sleep(0.05)
+        return {"loss": 1.0}
+
+    async def deliver() -> None:
+        delivered.set()
+
+    assert await keeper._with_scores(step(), deliver()) == {"loss": 1.0}
+
+
 def test_holders_reads_a_move_as_made_or_not() -> None:
     roles = roles_of(3, [0, 1], scorers=[4], lost=[2])
     move = Move(id=1, epoch=3, rank=1, source="generator", target="learner")
@@ -583,6 +614,17 @@ def test_costs_are_told_per_full_micro_batch_on_one_rank() -> None:
     assert told["ahead"] == 0.8
     assert told["step_s"] == 4.0 and told["sync_s"] == 3.25 and told["scorer_busy_s"] == 6.0
     assert facts.pace().fixed_s == 0.25
+
+
+def test_seconds_of_a_rank_whose_clock_stepped_back_count_for_nothing() -> None:
+    facts = StepFacts(make_config(Path("/nowhere")))
+    record = StepRecord(step=1, groups=("a",), trajectories=("a.0",), lags=(0,))
+    batch = Batch(record, (None,))  # type: ignore[arg-type]
+    spent = {"train": -1.0, "signal": 0.0}
+    formed = Formed(BatchPlan((), 320, 100, 4, 0.5), {}, 0)
+    facts.committed(batch, formed, {"learners": 1, "spent": spent}, Spent(), 0, 1.0)
+    told = facts.told(1, Scoring(facts.config, {}.__getitem__, lambda *_: None))
+    assert told["train_s"] is None and told["learner_busy_s"] == 0.0 and facts.pace() == Pace(0.0, 0.0)
 
 
 async def test_an_actor_that_died_is_looked_up_anew(monkeypatch: pytest.MonkeyPatch) -> None:

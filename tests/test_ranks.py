@@ -367,11 +367,14 @@ def test_a_proposal_is_regretted_when_the_load_turns_before_it_begins() -> None:
     decider, counts = machine(), split_of(4, 4)
     decider.decide(facts(1), counts)
     proposal = decider.decide(facts(2), counts)
-    assert proposal is not None and not decider.regrets(proposal)
+    assert proposal is not None and not decider.regrets(proposal, counts)
     decider.decide(facts(3, **TRAINING_BOUND), counts)
-    assert not decider.regrets(proposal), "one step is not enough"
+    assert not decider.regrets(proposal, counts), "one step is not enough"
     decider.decide(facts(4, **TRAINING_BOUND), counts)
-    assert decider.regrets(proposal)
+    assert decider.regrets(proposal, counts)
+    for target, regretted in (({"generator": 5}, False), ({"generator": 4}, True), ({"learner": 5}, True)):
+        decider.target = target
+        assert decider.regrets(proposal, counts) is regretted, "an operator's word stands above the load"
     decider.begun(proposal)
     decider.undone(proposal, again=True)
     assert not decider.switches.blocked(proposal.kind, 5)
@@ -535,6 +538,16 @@ def test_what_a_restarted_machine_remembers() -> None:
     assert again.target == {"learner": 2}
     assert again.ledger[0].void == "the controller was restarted"
     assert again.switches.last == "learner>generator"
+    again.switches.undone("learner>generator", 7)
+    state = again.state()
+    third = machine()
+    third.load(state)
+    assert [third.switches.blocked("learner>generator", step) for step in (11, 12)] == [True, False]
+    third.switches.undone("learner>generator", 12)
+    assert third.switches.blocked("learner>generator", 20), "it has failed twice"
+    old = machine()
+    old.load({"target": None, "switches": {k: state["switches"][k] for k in ("costs", "trust", "records")}})
+    assert not old.switches.blocked("learner>generator", 7), "an older journal does not tell"
 
 
 def test_the_rank_that_moves() -> None:

@@ -15,7 +15,7 @@ from cluster.config import Config, build
 from cluster.controller import Controller
 from cluster.errors import ConfigError
 from cluster.memory import MemoryQueue
-from cluster.messages import Barrier, GeneratorHealth, Moved, RankRow
+from cluster.messages import Barrier, GeneratorHealth, Move, Moved, RankRow
 from cluster.roles import RoleMap
 
 COSTS = {"generator>learner": 0.01, "learner>generator": 0.01, "generator>scorer": 0.01,
@@ -379,6 +379,61 @@ async def test_scale_refuses_what_cannot_be() -> None:
         assert job.controller.elastic.map.target == {"generator": 9}
         await scale()
         assert job.controller.elastic.map.target == {}
+
+
+async def waiting(job: Job, **wish: int) -> Move:
+    """A move towards ``wish`` that is planned, and whose new actor is ready only now."""
+    await job.controller.scale(**wish)
+    for _ in range(2):
+        assert (await job.barrier()).move is None
+    move = job.controller.elastic.map.move
+    assert move is not None
+    job.unready.clear()
+    while job.controller.elastic._prepared != move.id:
+        await asyncio.sleep(0.02)
+    return move
+
+
+@pytest.mark.parametrize("wish", [{"generators": 3, "learners": 1}, {}])
+async def test_a_planned_move_does_not_outlive_its_wish(wish: dict[str, int]) -> None:
+    async with running(config()) as job:
+        await job.table("generator-0", "generator-1")
+        job.unready.add("learner-3")
+        move = await waiting(job, learners=3)
+        await job.controller.scale(env_workers=2)
+        assert (await job.journal()).move == move, "its target stays"
+        await job.controller.scale(**wish)
+        assert (await job.journal()).phase == "settled"
+        undone = next(fields for event, fields in job.events if event == "move_undone")
+        assert (undone["move"], undone["error"]) == (move.id, "the target was changed")
+        if wish:
+            found = (await job.until_move()).move
+            assert found is not None and (found.source, found.target) == ("learner", "generator")
+        else:
+            assert [(await job.barrier()).move for _ in range(3)] == [None] * 3
+
+
+async def test_a_planned_move_is_dropped_when_lost_ranks_fulfil_its_wish() -> None:
+    async with running(config(learners=1, generators=3)) as job:
+        await job.table("generator-0", "generator-1", "generator-2")
+        job.unready.add("learner-3")
+        await waiting(job, generators=2)
+        await job.controller.ranks_lost([1])
+        assert [(await job.barrier()).move for _ in range(3)] == [None] * 3
+        assert job.counts() == {"generator": 2, "learner": 1}
+        undone = next(fields for event, fields in job.events if event == "move_undone")
+        assert undone["error"] == "the target has no use for it by now"
+
+
+async def test_ranks_are_held_for_a_wish_only_while_it_stands() -> None:
+    async with running(config()) as job:
+        await job.controller.have(["learner-0"], 6)
+        for wish, ranks in (({"generators": 8}, 9), ({"env_workers": 2}, 9), ({}, 4), ({"generators": 2}, 4)):
+            await job.controller.scale(**wish)
+            assert (await job.controller.wanted()).ranks == ranks
+        await job.controller.ranks_lost([3])
+        await job.controller.scale()
+        assert (await job.controller.wanted()).ranks == 4, "a lost rank is to come back"
 
 
 async def test_measured_waits_move_a_rank_and_the_ledger_is_remembered() -> None:

@@ -127,11 +127,49 @@ async def test_a_move_without_which_nobody_generates_is_not_regretted() -> None:
         await job.table("generator-0")
         await job.barrier()
         await job.controller.ranks_lost([3])
-        job.controller.elastic.machine.regrets = lambda proposal: True  # type: ignore[method-assign]
+        job.controller.elastic.machine.regrets = lambda *_: True  # type: ignore[method-assign]
         while not (await job.controller.roles()).awaited:
             await asyncio.sleep(0.02)
         move = (await job.barrier()).move
         assert move is not None and move.target == "generator"
+
+
+async def test_without_a_learner_the_rank_that_does_not_generate_yet_trains() -> None:
+    async with running(config(generators=2, learners=2)) as job:
+        await job.table("generator-0", "generator-1")
+        job.fakes.missing.add(job.controller.elastic.name("generator", 1))
+        move = await moved(job, generators=3)
+        await job.controller.ranks_lost([0])
+        while job.counts() != {"generator": 2, "learner": 1}:
+            await asyncio.sleep(0.02)
+        assert (await job.journal()).of("learner") == [1], "not one of those that are at work"
+        undone = next(fields for event, fields in job.events if event == "move_undone")
+        assert (undone["move"], undone["error"]) == (move.id, "no learner is left")
+
+
+async def test_the_last_learner_is_kept_though_it_was_about_to_leave() -> None:
+    """The loop may have died with the other one: nobody says how the move ended."""
+    async with running(config()) as job:
+        await job.table("generator-0", "generator-1")
+        await job.controller.scale(generators=3, learners=1)
+        move = (await job.until_move()).move
+        assert move is not None and (move.rank, move.source) == (1, "learner")
+        await job.controller.ranks_lost([0])
+        while (await job.journal()).phase != "settled":
+            await asyncio.sleep(0.02)
+        assert (await job.journal()).of("learner") == [1]
+        await job.controller.moved(Moved(move=move.id, ok=True))
+        assert job.counts() == {"generator": 2, "learner": 1}, "a late report changes nothing"
+
+
+async def test_a_refill_that_the_group_has_not_heard_of_teaches_no_cost() -> None:
+    async with running(config(learners=1, generators=2)) as job:
+        await job.table("generator-0", "generator-1")
+        await job.controller.ranks_lost([0])
+        while "move_done" not in job.names():
+            await asyncio.sleep(0.02)
+        assert await ledger(job) == [("generator>learner", "done", None)]
+        assert job.controller.elastic.machine.switches.cost("generator>learner") == COSTS["generator>learner"]
 
 
 # -- a generator that is to come back -------------------------------------------------------
@@ -301,6 +339,22 @@ async def test_a_move_that_is_ready_waits_for_its_barrier_however_long_a_step_ta
         assert not [event for event, _ in job.events if event == "move_undone"]
         found = (await job.barrier()).move
         assert found is not None and found.id == move.id
+
+
+async def test_a_new_actor_that_has_died_since_it_was_ready_is_not_begun_with() -> None:
+    async with running(config(learners=1, generators=2)) as job:
+        await job.table("generator-0", "generator-1")
+        job.unready.add("learner-2")
+        await job.controller.scale(learners=2)
+        move = await planned(job)
+        job.unready.clear()
+        while job.controller.elastic._prepared != move.id:
+            await asyncio.sleep(0.02)
+        job.unready.add("learner-2")
+        assert (await job.barrier()).move is None
+        assert (await job.journal()).move == move, "it may come back"
+        job.unready.clear()
+        assert (await job.until_move()).move is not None
 
 
 def test_the_machine_leaves_the_floor_of_healthy_generators() -> None:
