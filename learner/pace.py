@@ -52,18 +52,19 @@ class StepFacts:
         learners = int(metrics.get("learners", 1))
         self.signal_wait_s = spent.get("signal", 0.0) / learners
         self.scorer_busy_s = scored.seconds + spent.get("score", 0.0)
+        train_s = max(0.0, spent.get("train", 0.0))  # another process's clock told it
         self._observe(formed.plan.tokens, spent, scored, learners)
         self.costs.observe(ahead=metrics.get("scored_ahead"))
         step_s = now - self._committed if self._committed is not None else 0.0
         self._committed = now
         groups = len(batch.groups)
-        self._pace = Pace(spent.get("train", 0.0) / learners / groups, self._publish_s)
+        self._pace = Pace(train_s / learners / groups, self._publish_s)
         self._facts = {
             "step": batch.record.step,
             "step_s": step_s,
             "twt_s": (batch.waited_s + self.signal_wait_s) * learners,
             "waits": {"data": batch.waited_s, "signal": self.signal_wait_s, "publish": self._publish_s},
-            "learner_busy_s": spent.get("train", 0.0),
+            "learner_busy_s": train_s,
             "scorer_busy_s": self.scorer_busy_s,
             "sync_s": self._publish_s + self._switch_s,
             "head_age_s": batch.head_age_s,

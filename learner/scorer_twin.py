@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from cluster.config import build
 from cluster.processes import announce
 from cluster.sim.catalogue import load_profile
 from learner.batch import RankBatch
+from learner.clock import Busy
 from learner.late import Key, Scored
 from learner.segments import Ask, Context, KeptContexts, Told
 
@@ -42,24 +42,24 @@ class ScorerTwin:
     async def score(self, batch: RankBatch, keys: Sequence[Key]) -> Scored:
         """Scores of the batch's samples; ``keys[i]`` names sample ``i``."""
         async with self._turn:
-            begun = time.time()
+            busy = Busy()
             tokens = int((batch.segments > 0).sum())
             await asyncio.sleep(tokens * self._token_s)
             owner = batch.sample.reshape(-1)
             lengths = np.bincount(owner[owner >= 0], minlength=len(keys))
             values = tuple(np.zeros(int(length), np.float32) for length in lengths)
-            return Scored(keys=tuple(keys), values=values, busy=(begun, time.time()), tokens=tokens)
+            return Scored(keys=tuple(keys), values=values, busy=busy.told(), tokens=tokens)
 
     async def score_segments(self, asks: Sequence[Ask], done: Sequence[str]) -> Told:
         """See ``learner.streaming.SegmentPort``."""
         async with self._turn:
-            begun = time.time()
+            busy = Busy()
             self._kept.drop(done)
             tokens = [sum(self._new(ask.trajectory, context) for context in ask.contexts) for ask in asks]
             await asyncio.sleep(sum(tokens) * self._token_s)
             sizes = [sum(len(context.targets) for context in ask.contexts) for ask in asks]
             values = tuple(np.zeros(size, np.float32) for size in sizes)
-            return Told(values, tuple(tokens), (begun, time.time()), self._kept.room)
+            return Told(values, tuple(tokens), busy.told(), self._kept.room)
 
     def _new(self, trajectory: str, context: Context) -> int:
         """Tokens of a context that have to be run; it is kept."""

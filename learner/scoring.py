@@ -3,9 +3,9 @@
 decoupled
     Segments are scored as they stream (learner/streaming.py). When their group is claimed, what is still
     missing of its trajectories goes first; rows of which no segment was heard go, whole, to the scorer with
-    the least to do. The scores wait here until a batch has the group, and are then offered to each rank that
-    trains a row of it. A scorer that is lost or changes its role loses nothing: what it was asked is
-    asked elsewhere.
+    the least to do, a micro-batch of them in a request. The scores wait here until a batch has the group, and
+    are then offered to each rank that trains a row of it. A scorer that is lost or changes its role loses
+    nothing: what it was asked is asked elsewhere.
 colocated
     Nothing is asked; the ranks score their own rows in one burst before they train.
 
@@ -14,8 +14,8 @@ Runs on one event loop; all state is rebuilt by asking again.
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -65,7 +65,6 @@ class Spent:
 
     seconds: float = 0.0
     tokens: int = 0
-    busy: list[tuple[float, float]] = field(default_factory=list)
 
 
 class Scoring:
@@ -84,10 +83,11 @@ class Scoring:
         self.scored_ahead = 0.0  # of the last batch's trained tokens: share scored when they were claimed
         self._port_of = port_of
         self._trace = trace
+        self._tokens = config.learner.row_tokens * config.learner.micro_rows  # of whole rows in a request
         self._asks: dict[str, _Ask] = {}
         self._spent = Spent()
         self._failures = 0
-        self._patience = Patience(config.scorer.timeout_s, lambda: len(self.scorers))
+        self._patience = Patience(config.scorer.timeout_s, lambda: self.scorers)
         self._streaming = Streaming(config, port_of, trace, self._spend, self._patience)
         self._listening: asyncio.Task[None] | None = None
 
@@ -248,8 +248,9 @@ class Scoring:
                 missing += samples
             else:
                 known += zip(keys_of(samples), values, strict=True)
-        if missing:
-            scored = await self._whole(ask, missing)
+        keys = keys_of(missing)
+        for part in portions([len(sample.ids) for sample in missing], self._tokens):
+            scored = await self._whole(ask, missing[part], keys[part])
             known += zip(scored.keys, scored.values, strict=True)
         if not ask.scores.done():
             ask.scores.set_result(Scored(tuple(key for key, _ in known), tuple(row for _, row in known)))
@@ -271,13 +272,12 @@ class Scoring:
             rows.append(row)
         return rows
 
-    async def _whole(self, ask: _Ask, samples: Sequence[Sample]) -> Scored:
+    async def _whole(self, ask: _Ask, samples: Sequence[Sample], keys: tuple[Key, ...]) -> Scored:
         """Ask until somebody answers; the rank that waits has the deadline (scorer.timeout_s)."""
-        keys = keys_of(samples)
         batch = self._rows(samples)
-        silent = -1
+        failed = ask.scorer = -1
         while True:
-            ask.scorer = self._idlest(silent)
+            ask.scorer = self._idlest(failed)
             try:
                 scored = await self._patience.answer(
                     ask.scorer, self._port_of(ask.scorer).score(batch, keys)
@@ -287,7 +287,7 @@ class Scoring:
             except Exception as error:
                 told = {"group": ask.group.id, "scorer": ask.scorer, "error": repr(error)[:300]}
                 self._trace("score_asked_again", told)
-                silent, ask.scorer = ask.scorer, -1
+                failed, ask.scorer = ask.scorer, -1
                 self._failures += 1
                 await asyncio.sleep(RETRY_S)
                 continue
@@ -298,23 +298,35 @@ class Scoring:
         self._book(told.busy, sum(told.tokens))
 
     def _book(self, busy: tuple[float, float], tokens: int) -> None:
-        self._spent.seconds += busy[1] - busy[0]
+        self._spent.seconds += max(0.0, busy[1] - busy[0])
         self._spent.tokens += tokens
-        self._spent.busy.append(busy)
 
     def _rows(self, samples: Sequence[Sample]) -> RankBatch:
         learner = self.config.learner
         blank = [np.zeros(len(sample.ids), np.float32) for sample in samples]
         return pack(samples, blank, learner.row_tokens, 1, learner.micro_rows).ranks[0]
 
-    def _idlest(self, silent: int) -> int:
-        """The one with the least to do; not ``silent``, if there is another."""
-        others = [scorer for scorer in self.scorers if scorer != silent]
-        load = dict.fromkeys(others or self.scorers, 0)
+    def _idlest(self, failed: int) -> int:
+        """The one with the least to do; not one that is silent nor ``failed``, if there is another."""
+        others = [scorer for scorer in self.scorers if scorer != failed]
+        awake = [scorer for scorer in others if not self._patience.silent(scorer)]
+        load = dict.fromkeys(awake or others or self.scorers, 0)
         for ask in self._asks.values():
             if ask.scorer in load and not ask.scores.done():
                 load[ask.scorer] += 1
         return min(load, key=lambda scorer: (load[scorer], scorer), default=-1)
+
+
+def portions(lengths: Sequence[int], most: int) -> Iterator[slice]:
+    """Runs of at most ``most`` tokens, in order; what is longer is one of its own."""
+    start = tokens = 0
+    for index, length in enumerate(lengths):
+        if tokens + length > most and index > start:
+            yield slice(start, index)
+            start, tokens = index, 0
+        tokens += length
+    if start < len(lengths):
+        yield slice(start, len(lengths))
 
 
 def per_micro_batch(seconds: float, tokens: int, row_tokens: int, micro_rows: int) -> float | None:

@@ -1,11 +1,11 @@
 """The forward pass of a scorer over segments: new tokens only, after the prefixes that it kept."""
 
-import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
+from learner.clock import Busy
 from learner.model import FlatRows, PolicyModel
 from learner.prefix import GROW, Continued, Part, Prefix
 from learner.segments import Ask, Context, Floats, KeptContexts, Told
@@ -38,7 +38,7 @@ class SegmentScorer:
         A pass has up to ``most_tokens`` new tokens, or one context. Trajectories that are ``done`` are
         forgotten first.
         """
-        begun = time.time()
+        busy = Busy()
         self.kept.drop(done)
         values: list[list[Floats]] = [[] for _ in asks]
         tokens = [0] * len(asks)
@@ -53,7 +53,7 @@ class SegmentScorer:
                     values[number].append(scores)
                     tokens[number] += part.count
         joined = tuple(np.concatenate(one) if one else np.empty(0, np.float32) for one in values)
-        return Told(joined, tuple(tokens), (begun, time.time()), int(self.kept.room / GROW))
+        return Told(joined, tuple(tokens), busy.told(), int(self.kept.room / GROW))
 
     def _passes(
         self, items: Sequence[_Item], most_tokens: int

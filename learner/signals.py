@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from learner.batch import RankBatch
+from learner.clock import Busy
 from learner.late import Key, Scored, by_sample
 from learner.late import MicroSignals as MicroSignals
 from learner.late import Signal as Signal
@@ -75,10 +76,10 @@ class ReferenceScorer:
 
     def score_samples(self, batch: RankBatch, keys: Sequence[Key]) -> Scored:
         """The same, cut into samples: ``keys[i]`` names sample ``i`` of the batch."""
-        begun = time.time()
+        busy = Busy()
         values = by_sample(self.score(batch), batch, keys)
         tokens = int((batch.segments > 0).sum())
-        return Scored(keys=tuple(keys), values=values, busy=(begun, time.time()), tokens=tokens)
+        return Scored(keys=tuple(keys), values=values, busy=busy.told(), tokens=tokens)
 
     def score_segments(self, asks: Sequence[Ask], most_tokens: int, done: Sequence[str]) -> Told:
         """Log-probs of the asks' targets; one forward pass takes ``most_tokens`` new ones."""

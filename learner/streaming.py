@@ -22,7 +22,7 @@ from cluster.config import Config
 from cluster.types import End, Segment, Trajectory
 from learner.patience import RETRY_S, Patience
 from learner.segments import Ask, Floats, Told, Unfolded, unfold
-from learner.streams import Lanes, Stream, sampled
+from learner.streams import REST_S, Lanes, Stream, sampled
 
 WASTE = 2.0
 """A trajectory is left before its end once its scorer has run more than this times what whole rows would
@@ -99,7 +99,7 @@ class Streaming:
         """A turn, or the trajectory, has ended. A turn after a gap is left out: the group brings it."""
         stream = self._streams.get(record.trajectory)
         if stream is not None and stream.attempt < record.attempt:
-            self._drop(record.trajectory)
+            self._drop([record.trajectory])
             stream = None
         if stream is None:
             if isinstance(record, End):
@@ -110,7 +110,7 @@ class Streaming:
             return
         if isinstance(record, End):
             if record.kind not in VALID:
-                self._drop(record.trajectory)
+                self._drop([record.trajectory])
             elif stream.heard == record.turns:
                 stream.whole = True
                 self._release_if_scored(stream)
@@ -121,8 +121,8 @@ class Streaming:
 
     def _new(self, first: Segment) -> Stream:
         stream = self._streams[first.trajectory] = Stream(first.trajectory, first.group, first.attempt)
-        while len(self._streams) > self._most:
-            self._drop(next(iter(self._streams)))
+        if len(self._streams) > self._most:
+            self._drop([next(iter(self._streams))])
         return stream
 
     def claimed(self, members: Iterable[Trajectory]) -> int:
@@ -159,20 +159,19 @@ class Streaming:
     def forget(self, groups: Iterable[str]) -> None:
         """These groups were trained or dropped."""
         gone = set(groups)
-        for name in [stream.name for stream in self._streams.values() if stream.group in gone]:
-            self._drop(name)
+        self._drop([stream.name for stream in self._streams.values() if stream.group in gone])
 
     def _of(self, member: Trajectory) -> Stream | None:
         stream = self._streams.get(member.id)
         usable = stream is not None and stream.attempt == member.attempt and not stream.left
         return stream if usable else None
 
-    def _drop(self, name: str) -> None:
-        stream = self._streams.pop(name, None)
-        if stream is not None:
+    def _drop(self, names: Iterable[str]) -> None:
+        for name in names:
+            stream = self._streams.pop(name)
             self._lanes.release(stream)
             stream.leave()
-            self._place()
+        self._place()
 
     def _leave(self, stream: Stream, why: str) -> None:
         self._lanes.release(stream)
@@ -196,22 +195,18 @@ class Streaming:
     def _place(self) -> None:
         """Room may have come for trajectories that wait for it."""
         for stream in self._lanes.outside():
+            if not self._lanes.has_room:
+                break
             self._enqueue(stream)
 
-    def _enqueue(self, stream: Stream) -> bool:
-        """Let it be asked for as soon as its scorer is free, if nothing of it is under way.
-
-        False if no scorer has room for it.
-        """
-        if stream.left or stream.asked or not stream.waiting:
-            return True
-        if not self._lanes.enter(stream):
-            return False
+    def _enqueue(self, stream: Stream) -> None:
+        """Let it be asked for as soon as its scorer is free, if nothing of it is under way."""
+        if stream.left or stream.asked or not stream.waiting or not self._lanes.enter(stream):
+            return
         scorer = stream.scorer
         if scorer not in self._tasks:
             self._tasks[scorer] = task = asyncio.create_task(self._serve(scorer))
             task.add_done_callback(self._ended)
-        return True
 
     # -- asking -------------------------------------------------------------------------
 
@@ -267,11 +262,13 @@ class Streaming:
         self._enqueue(stream)
 
     async def _failed(self, scorer: int, streams: Sequence[Stream], error: Exception) -> None:
-        """No answer: its trajectories go to others, or to it again."""
+        """No answer: its trajectories go to others, or to it again. Who hangs has nothing new for a while."""
         told = {"scorer": scorer, "trajectories": len(streams), "error": repr(error)[:300]}
         self._trace("segments_asked_again", told)
         self.failures += 1
-        self._lanes.failed(scorer)
+        self._lanes.failed(
+            scorer, self.config.scorer.timeout_s if isinstance(error, TimeoutError) else REST_S
+        )
         for stream in streams:
             stream.tries += 1
             if stream.tries >= TRIES and not stream.left:

@@ -12,7 +12,7 @@ from cluster.types import Turn
 from learner.segments import Floats, Ints, Unfolded
 
 REST_S = 5.0
-"""A scorer that failed gets no new trajectories for so long, while there are others."""
+"""A scorer whose request failed gets no new trajectories for so long, while there are others."""
 WEIGHT = 0.1
 """Of the newest length in the running mean of whole trajectories: ten carry two thirds."""
 
@@ -99,7 +99,11 @@ class _Lane:
 
 
 class Lanes:
-    """Which scorer has which trajectory. One is promised the room that whole ones take in the mean."""
+    """Which scorer has which trajectory.
+
+    One is promised the room that whole ones take in the mean, more if it is longer. A scorer that has none
+    takes one that fits as it is.
+    """
 
     def __init__(self) -> None:
         self.scorers: dict[int, _Lane] = {}
@@ -133,12 +137,14 @@ class Lanes:
         return True
 
     def _bind(self, stream: Stream) -> bool:
-        now, wanted = time.monotonic(), max(stream.length, int(self._mean))
-        awake = {s: lane for s, lane in self.scorers.items() if lane.rests_until <= now} or self.scorers
+        wanted = max(stream.length, int(self._mean))
         fit = {
             s: lane
-            for s, lane in awake.items()
-            if lane.room is None or lane.promised + wanted <= lane.room or stream.claimed
+            for s, lane in self._awake().items()
+            if lane.room is None
+            or lane.promised + wanted <= lane.room
+            or (not lane.promised and stream.length <= lane.room)
+            or stream.claimed
         }
         if not fit:
             return False
@@ -148,6 +154,19 @@ class Lanes:
         lane.promised += wanted
         lane.done.pop(stream.name, None)
         return True
+
+    @property
+    def has_room(self) -> bool:
+        """A trajectory that is short enough, and not claimed, would find a scorer."""
+        return any(
+            lane.room is None or not lane.promised or lane.promised + int(self._mean) <= lane.room
+            for lane in self._awake().values()
+        )
+
+    def _awake(self) -> dict[int, _Lane]:
+        """All, if all rest."""
+        now = time.monotonic()
+        return {s: lane for s, lane in self.scorers.items() if lane.rests_until <= now} or self.scorers
 
     def resize(self, stream: Stream) -> None:
         """It has grown: beyond what it was promised, if need be."""
@@ -183,6 +202,6 @@ class Lanes:
         if (lane := self.scorers.get(scorer)) is not None:
             lane.room, lane.rests_until = room, 0.0
 
-    def failed(self, scorer: int) -> None:
+    def failed(self, scorer: int, rest_s: float) -> None:
         """It gave no answer; it may have lost everything."""
-        self.scorers[scorer].rests_until = time.monotonic() + REST_S
+        self.scorers[scorer].rests_until = time.monotonic() + rest_s

@@ -28,6 +28,7 @@ from cluster.sim.catalogue import load_profile
 from cluster.sim.profile import Profile
 from cluster.types import Weights
 from learner.batch import RankBatch
+from learner.clock import Busy
 from learner.group import FRESH, UNUSABLE
 from learner.late import Late, OfferedSignals, ScoreBox, Scored
 from learner.manifest import MANIFEST, checkpoints, digest
@@ -81,7 +82,7 @@ class TwinRank:
         if self.version == step and self.last is not None:
             return {**self.last, "repeated": 1.0}
         batch.check(self.rank, self.version, step)
-        begun = time.time()
+        busy = Busy()
         spent = self._compute(batch, late, box)
         text = f"{self.digest}/{step}/{batch.global_tokens}"
         self.version, self.digest = step, hashlib.sha256(text.encode()).hexdigest()
@@ -90,7 +91,7 @@ class TwinRank:
             "update_applied": 1.0,
             "lag0_tokens": 0.0,
             "max_abs_log_ratio_at_lag0": 0.0,
-            "busy": (begun, time.time()),
+            "busy": busy.told(),
             "spent": spent,
         }
         return self.last

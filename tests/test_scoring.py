@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,11 @@ from msgspec.structs import replace
 
 from cluster.config import ConfigError
 from learner.batch import RankBatch, pack
+from learner.clock import Busy
 from learner.form import build
 from learner.late import Key, Late, OfferedSignals, ScoreBox, Scored, Signal, by_sample, keys_of
 from learner.patience import ANSWER_SHARE, Patience
-from learner.scoring import Scoring, per_micro_batch
+from learner.scoring import Scoring, per_micro_batch, portions
 from learner.signals import Colocated, ReferenceScorer
 from learner.step import LearnerRank
 from tests.learner_tiny import (
@@ -360,7 +362,7 @@ async def test_a_scorer_that_hangs_on_whole_rows_is_given_up_in_time(monkeypatch
 
 async def test_a_scorer_that_works_through_a_queue_is_not_given_up() -> None:
     """Each answer takes less than the patience with a silent one, all together take more."""
-    heard = Patience(timeout_s=5.0, others=lambda: 2)
+    heard = Patience(timeout_s=5.0, scorers=lambda: (5, 7))
     turn = asyncio.Lock()
 
     async def served() -> str:
@@ -374,11 +376,158 @@ async def test_a_scorer_that_works_through_a_queue_is_not_given_up() -> None:
 
 
 async def test_the_only_scorer_has_all_of_the_deadline() -> None:
-    for others, share in ((2, ANSWER_SHARE), (1, 1.0)):
+    for scorers, share in (((5, 7), ANSWER_SHARE), ((5,), 1.0)):
         begun = time.monotonic()
         with pytest.raises(TimeoutError, match="scorer 5 answered nobody"):
-            await Patience(0.5, lambda others=others: others).answer(5, asyncio.Event().wait())  # type: ignore[misc]
+            await Patience(0.5, lambda scorers=scorers: scorers).answer(5, asyncio.Event().wait())  # type: ignore[misc]
         assert share * 0.5 <= time.monotonic() - begun < share * 0.5 + 0.5
+
+
+async def test_a_scorer_that_was_given_up_is_silent_for_the_deadline_or_until_it_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("learner.patience.time", SimpleNamespace(monotonic=lambda: now))
+    heard = Patience(0.02, lambda: (5, 7))
+
+    async def hangs() -> None:
+        nonlocal now
+        now += 0.02
+        await asyncio.Event().wait()
+
+    async def answers() -> str:
+        return "scores"
+
+    async def given_up() -> None:
+        with pytest.raises(TimeoutError):
+            await heard.answer(5, hangs())
+
+    await given_up()
+    now += 0.019
+    assert heard.silent(5) and not heard.silent(7)
+    now += 0.002
+    assert not heard.silent(5)
+    await given_up()
+    assert heard.silent(5)
+    assert await heard.answer(5, answers()) == "scores" and not heard.silent(5)
+
+
+async def test_whole_rows_go_to_a_scorer_that_hangs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of three hang, and are found out one after the other."""
+    monkeypatch.setattr("learner.scoring.RETRY_S", 0.001)
+    monkeypatch.setattr("learner.patience.ANSWER_SHARE", 0.001)
+    scorers = {number: Scorer(number) for number in (5, 6, 7)}
+    scorers[5].gate.clear()
+    scorers[6].gate.clear()
+    scoring = scoring_with(scorers, timeout_s=60.0)
+    for number in range(4):
+        scoring.arrived(group_of(f"g{number}"))
+        async with asyncio.timeout(30):
+            while scoring.waiting():
+                await asyncio.sleep(0.005)
+    assert [len(scorer.asked) for scorer in scorers.values()] == [1, 1, 4]
+    await scoring.stop()
+
+
+async def test_the_last_scorer_that_is_not_silent_has_all_of_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both need longer than the patience with one of two: neither would ever be heard out."""
+    monkeypatch.setattr("learner.scoring.RETRY_S", 0.001)
+    monkeypatch.setattr("learner.patience.ANSWER_SHARE", 0.001)
+
+    class Slow(Scorer):
+        async def score(self, batch: RankBatch, keys: Sequence[Key]) -> Scored:
+            await asyncio.sleep(0.2)
+            return await super().score(batch, keys)
+
+    scorers: dict[int, Scorer] = {5: Slow(5), 7: Slow(7)}
+    scoring = scoring_with(scorers, timeout_s=60.0)
+    scoring.arrived(group_of("g0"))
+    async with asyncio.timeout(30):
+        while scoring.waiting():
+            await asyncio.sleep(0.005)
+    assert scoring.failures == 1
+    await scoring.stop()
+
+
+async def test_whole_rows_are_asked_for_a_micro_batch_at_a_time() -> None:
+    """A full one has 64 x 2 tokens; so a scorer that is busy answers often enough to be known to work."""
+    scorer = Scorer(5)
+    config = make_config(Path("/nowhere"), learner={"row_tokens": 64, "micro_rows": 2}, **KL)
+    scoring = Scoring(config, lambda _: scorer, lambda *_: None)
+    scoring.assign([5])
+    group = group_of("g0", [40] * 7)  # 42 tokens a row
+    scoring.arrived(group)
+    async with asyncio.timeout(5):
+        while scoring.waiting():
+            await asyncio.sleep(0.001)
+    formed = build([group], scoring.config, 1, "decoupled")
+    assert [len(keys) for keys in scorer.asked] == [3, 3, 1]
+    assert tuple(key for keys in scorer.asked for key in keys) == keys_of(formed.samples)
+    scored = await scoring._asks["g0"].scores
+    values = dict(zip(scored.keys, scored.values, strict=True))
+    for key, sample in zip(keys_of(formed.samples), formed.samples, strict=True):
+        assert np.array_equal(values[key][sample.mask], sample.ids[sample.mask])
+    await scoring.stop()
+
+
+def test_portions() -> None:
+    assert list(portions([], 10)) == []
+    assert list(portions([4, 6, 1, 20, 3, 3], 10)) == [slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 6)]
+
+
+async def test_a_call_that_ends_cancelled_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody cancelled who waits for it."""
+    monkeypatch.setattr("learner.scoring.RETRY_S", 0.001)
+
+    class Cancelled(Scorer):
+        async def score(self, batch: RankBatch, keys: Sequence[Key]) -> Scored:
+            if not self.asked:
+                self.asked.append(tuple(keys))
+                raise asyncio.CancelledError
+            return await super().score(batch, keys)
+
+    scoring = scoring_with({5: Cancelled(5)})
+    scoring.arrived(group_of("g0"))
+    async with asyncio.timeout(5):
+        while scoring.waiting():
+            scoring.check()
+            await asyncio.sleep(0.001)
+    assert scoring.failures == 1
+    await scoring.stop()
+
+
+async def test_who_waits_for_a_scorer_can_be_cancelled() -> None:
+    asked = asyncio.create_task(Patience(60.0, lambda: (5,)).answer(5, asyncio.Event().wait()))
+    await asyncio.sleep(0)
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(asked, 5)
+
+
+async def test_a_scorer_whose_clock_stepped_back_took_no_time() -> None:
+    class Back(Scorer):
+        async def score(self, batch: RankBatch, keys: Sequence[Key]) -> Scored:
+            return dataclasses.replace(await super().score(batch, keys), busy=(11.0, 9.5))
+
+    scoring = scoring_with({5: Back(5)})
+    scoring.arrived(group_of("g0"))
+    async with asyncio.timeout(5):
+        while scoring.waiting():
+            await asyncio.sleep(0.001)
+    spent = scoring.take_spent()
+    assert (spent.seconds, spent.tokens) == (0.0, 8)
+    await scoring.stop()
+
+
+def test_a_busy_interval_is_as_long_as_a_clock_says_that_never_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wall, steady = iter([1000.0, 400.0]), iter([5.0, 7.5])
+    clocks = SimpleNamespace(time=lambda: next(wall), monotonic=lambda: next(steady))
+    monkeypatch.setattr("learner.clock.time", clocks)
+    assert Busy().told() == (1000.0, 1002.5)
 
 
 async def test_scorers_that_change_their_role_hand_their_work_on() -> None:

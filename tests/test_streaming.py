@@ -18,6 +18,7 @@ from learner.late import Key, OfferedSignals, ScoreBox, Scored, Signal, by_sampl
 from learner.scoring import Scoring
 from learner.segments import Ask, Told
 from learner.signals import Colocated, ReferenceScorer
+from learner.streams import Lanes, Stream
 from tests.learner_tiny import (
     make_call,
     make_config,
@@ -293,6 +294,43 @@ async def test_a_scorer_that_hangs_is_given_up_in_time(monkeypatch: pytest.Monke
     await play.scoring.stop()
 
 
+async def test_a_scorer_that_hung_gets_no_trajectories_for_the_whole_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("learner.streaming.RETRY_S", 0.001)
+    monkeypatch.setattr("learner.streaming.REST_S", 0.0)
+    monkeypatch.setattr("learner.patience.ANSWER_SHARE", 0.001)
+    play = Play(5, 7, scorer={"timeout_s": 60.0})
+    play.scorers[5].gate.clear()
+    for number in range(4):
+        one = member(f"g{number}.0")
+        play.hear(one, 0, 1, 2)
+        stream = play.scoring._streaming._streams[one.id]
+        await until(lambda stream=stream: len(stream.scores) == 3)
+    assert [len(scorer.requests) for scorer in play.scorers.values()] == [1, 4]
+    await play.scoring.stop()
+
+
+async def test_a_request_that_ends_cancelled_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody cancelled who waits for it."""
+    monkeypatch.setattr("learner.streaming.RETRY_S", 0.001)
+    play = Play(5)
+    real, asked = play.scorers[5].score_segments, []
+
+    async def cancelled_once(asks: Sequence[Ask], done: Sequence[str]) -> Told:
+        asked.append(asks)
+        if len(asked) == 1:
+            raise asyncio.CancelledError
+        return await real(asks, done)
+
+    play.scorers[5].score_segments = cancelled_once  # type: ignore[method-assign]
+    one = member("g.0")
+    play.hear(one, 0, 1, 2, end=True)
+    assert len(await play.scores(group_of(one))) == 1
+    assert len(asked) == 2 and not play.whole
+    await play.scoring.stop()
+
+
 async def test_pausing_and_changing_scorers_lose_nothing() -> None:
     play = Play(5)
     play.scorers[7] = Scorer(7)
@@ -396,6 +434,48 @@ async def test_scorers_get_what_they_have_room_for_oldest_first() -> None:
     assert play.requests[-1] == ["g2.0"]
     lane = play.scoring._streaming._lanes.scorers[5]
     assert lane.promised == 15
+    await play.scoring.stop()
+
+
+async def test_one_that_is_longer_than_the_room_does_not_keep_the_others_out() -> None:
+    """It ends first, so whole ones seem to take 40 tokens where 30 have room."""
+    play = Play(5, room=30)
+    long, short = member("g0.0", turns=8), member("g1.0", turns=2)
+    play.hear(long, *range(8), end=True)
+    await play.settle()
+    await play.scores(group_of(long))
+    play.scoring.forget(["g0"])
+    play.hear(short, 0, 1, end=True)
+    await play.settle()
+    await play.scores(group_of(short))
+    assert play.scoring.scored_ahead == 1.0
+    await play.scoring.stop()
+
+
+async def test_who_waits_for_room_is_tried_only_while_there_is_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many wait, and a batch that is forgotten makes room for a few."""
+    play = Play(5, room=30, run={"groups_per_step": 64, "max_lag": 2})
+    first = member("f.0")
+    for turn in range(3):
+        play.hear(first, turn)
+        await play.settle()
+    play.hear(first, end=True)
+    await play.settle()
+    for number in range(200):
+        play.hear(member(f"g{number}.0"), 0)
+    await play.settle()
+    lanes = play.scoring._streaming._lanes
+    assert len(lanes.outside()) == 198
+    tried: list[str] = []
+    bind = Lanes._bind
+
+    def counted(lanes: Lanes, stream: Stream) -> bool:
+        tried.append(stream.name)
+        return bind(lanes, stream)
+
+    monkeypatch.setattr(Lanes, "_bind", counted)
+    play.scoring.forget([f"g{number}" for number in range(100)])
+    assert tried == ["g100.0", "g101.0"]
     await play.scoring.stop()
 
 
