@@ -72,8 +72,6 @@ class ControllerActor:
                 os._exit(1)
             raise
         finally:
-            self._started.clear()
-            self._controller = None
             trace.close()
             await queue.aclose()
 
