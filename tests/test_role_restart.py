@@ -253,11 +253,17 @@ async def test_a_run_that_fails_ends_the_process_so_that_nobody_asks_the_control
     first.fleet.notify()
     with pytest.raises(Left):
         await asyncio.wait_for(run, 10.0)
-    again = asyncio.create_task(actor.run())
-    assert await asyncio.wait_for(actor._live(), 10.0) is not first
-    again.cancel()
-    await asyncio.gather(again, return_exceptions=True)
-    assert actor._controller is None, "a run that was cancelled leaves no controller either"
+
+
+async def test_a_run_that_was_stopped_still_answers_whoever_closes_the_job(
+    connections: list[Connection], tmp_path: Path
+) -> None:
+    actor = remote.ControllerActor(TREE, "", str(tmp_path))
+    run = asyncio.create_task(actor.run())
+    controller = await actor._live()
+    await actor.stop()
+    await asyncio.wait_for(run, 10.0)
+    assert await asyncio.wait_for(actor._live(), 1.0) is controller
 
 
 async def test_a_controller_that_cannot_start_says_why(
