@@ -96,7 +96,7 @@ def test_errors_of_twins_are_judged_by_their_mean_over_seeds() -> None:
     [({}, True), ({"void": True}, False), ({"disturbed": True}, False), ({"balanced": False}, False)],
 )
 def test_elastic_ranks_win_only_on_runs_that_count(
-    monkeypatch: pytest.MonkeyPatch, marks: dict[str, bool], ok: bool
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], marks: dict[str, bool], ok: bool
 ) -> None:
     def played(recipe: str, words: tuple[str, ...], root: Path) -> tuple[twins.Figures, None]:
         fixed = "elastic.enabled=false" in words
@@ -107,8 +107,12 @@ def test_elastic_ranks_win_only_on_runs_that_count(
     figures = twins.Figures(1.0, 1.0, {}, {}, 0.5, 1.0, 0.5)
     monkeypatch.setattr(twins, "live", played)
     monkeypatch.setattr(twins, "predicted", lambda *_: figures)
-    monkeypatch.setattr(twins, "moves", lambda _: [])
+    kind = {"kind": "learner>generator", "reason": "generation deficit +0.30", "predicted_s": 0.4}
+    made = [{**kind, "step": 9, "realised_s": 0.5}, {**kind, "realised_s": None}]
+    monkeypatch.setattr(twins, "moves", lambda _: made)
     report = twins.shift(144, 99, lambda _: None)
+    told = capsys.readouterr().out
+    assert "step 9: learner>generator" in told and "realised +0.50 s a step" in told and "untold" in told
     assert (report["wait_against_best"], report["goodput_against_best"]) == (0.25, 100.0 / 90.0)
     assert report["ok"] is ok
 

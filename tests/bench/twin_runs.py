@@ -17,7 +17,6 @@ from cluster.sim.profile import Profile
 from cluster.sim.scenario import Scenario
 from cluster.sim.workloads import load_workload
 from cluster.sim.world import run as simulate
-from cluster.trace import read_trace
 from deploy.cpu import VOID_SHARE
 from deploy.paths import RunFolder
 
@@ -160,7 +159,7 @@ def errors_of(measured: Figures, told: Figures) -> dict[str, float]:
 
 
 def moves(root: Path) -> list[dict[str, Any]]:
-    """What the trace says of moves, in order."""
+    """The moves of the run, as its summary tells of them: when, how long, predicted and realised saving."""
     folder = RunFolder(max(root.iterdir(), key=lambda path: path.stat().st_mtime))
-    told = ("move", "switch", "resize")
-    return [event for event in read_trace(folder.trace) if any(word in event["event"] for word in told)]
+    told: list[dict[str, Any]] = json.loads(folder.summary.read_text())["moves"]
+    return told

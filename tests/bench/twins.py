@@ -141,8 +141,14 @@ def shift(steps: int, most: int, save: Save) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         measured, _ = live(recipe, more, root / "elastic")
-        report["elastic"] = asdict(measured) | {"moves": moves(root / "elastic")}
+        made = moves(root / "elastic")
+        report["elastic"] = asdict(measured) | {"moves": made}
         show_figures("elastic", measured)
+        for move in made:
+            realised = move["realised_s"]
+            saved = "untold" if realised is None else f"{realised:+.2f} s a step"
+            print(f"  step {move.get('step')}: {move['kind']}, {move['reason']}: predicted "
+                  f"{move['predicted_s']:+.2f}, realised {saved}", flush=True)  # fmt: skip
         for name in order[:most]:
             fixed, _ = live(recipe, splits[name], root / name)
             report["static"][name] = asdict(fixed)
