@@ -7,8 +7,9 @@ The rule, in the order in which it is applied (``RankMachine.decide``):
    for generation, below minus the dead band for consumption. RWT counts what generators that the staleness
    bound holds back could do without (``Balance.held_back``): they look as busy as ever. Two signs of TideRL
    (arXiv:2608.10402) count inside the band: a batch that formed short (``fill < 1``) asks for generation, a
-   head of line older than ``tau`` steps for consumption. Waiting for scores is a deficit of consumption too:
-   groups are there, but are not scored.
+   head of line older than ``tau`` steps for consumption. Waiting for scores is a deficit of consumption too
+   if scorers are busy for most of the step: groups are there, but are not scored. Scorers with time to spare
+   are late because their segments are, so waiting for them is waiting for generators.
 2. *Agreement.* ``agree_steps`` steps in a row ask for the same. A step that a switch took most of is not
    read; while the deficit lasts, every further step may move a rank.
 3. *Gain.* Of the adjacent assignments (one rank moved; scoring decoupled or colocated decided with it), the
@@ -49,6 +50,8 @@ from cluster.roles import ROLES
 from cluster.switches import SwitchLedger
 from cluster.switches import SwitchRecord as SwitchRecord
 
+SCORERS_BUSY = 0.8
+"""Of a step: scorers that are busy for less could score more, if it came."""
 DOUBT = 2.5
 """A move has to pay even if its saving is so many standard errors below what is predicted."""
 LONG_SWITCH = 0.5
@@ -86,7 +89,13 @@ def deficit(facts: StepFacts, counts: Mapping[str, int], held_back: float = 0.0)
         return 0.0
     learners, generators = max(1, counts["learner"]), max(1, counts["generator"])
     waited_s = facts.rwt_s + held_back * facts.generator_busy_s
-    return (facts.twt_s / learners - waited_s / generators) / worked_s
+    lacked_s = facts.twt_s if short_of_scorers(facts, counts) else facts.twt_s + facts.signal_s
+    return (lacked_s / learners - waited_s / generators) / worked_s
+
+
+def short_of_scorers(facts: StepFacts, counts: Mapping[str, int]) -> bool:
+    """Whoever waits for scores waits for scorers: they had hardly a moment to spare."""
+    return facts.scorer_busy_s >= SCORERS_BUSY * counts["scorer"] * (facts.step_s - facts.sync_s)
 
 
 class RankMachine:
@@ -161,7 +170,7 @@ class RankMachine:
         """generation, consumption or nothing."""
         d, band = self._deficit, self.bounds.dead_band
         unscored = facts.signal_s / max(1, counts["learner"]) / max(facts.step_s, 1e-9)
-        if unscored > max(band, d) and facts.phase == "train":
+        if unscored > max(band, d) and facts.phase == "train" and short_of_scorers(facts, counts):
             return "consumption"
         if d > band or (facts.fill < 1 and d > 0):
             return "generation"

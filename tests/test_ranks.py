@@ -461,6 +461,17 @@ def test_learners_that_wait_for_scores_ask_for_scorers() -> None:
     assert all(decider.decide(replace(step, signal_s=0.0), counts) is None for step in seen)
 
 
+def test_scorers_with_time_to_spare_are_late_because_generators_are() -> None:
+    """The same wait for scores, but scorers are busy for a third of the step: no scorer would shorten it."""
+    decider, counts = machine(), split_of(3, 3, 1)
+    seen = [facts(n, twt_s=0.0, learner_busy_s=15.0, scorer_busy_s=3.0, signal_s=12.0, step_s=10.0,
+                  generator_busy_s=28.0) for n in range(1, 5)]  # fmt: skip
+    found = [one for step in seen if (one := decider.decide(step, counts)) is not None]
+    assert found and found[0].target == "generator", found
+    assert deficit(seen[0], counts) == pytest.approx(0.4)
+    assert deficit(replace(seen[0], scorer_busy_s=9.0), counts) == 0.0
+
+
 def test_a_better_way_of_scoring_is_no_credit_of_a_move() -> None:
     """Decoupled the same split takes 10 s, not 14; a scorer more would save nothing beyond that."""
     decider = RankMachine(
