@@ -18,8 +18,10 @@ from learner.manifest import latest_valid, step_of
 from learner.scorer_twin import ScorerTwin
 from learner.segments import Ask, Context
 from learner.twin import LearnerTwin
+from tests.clocked import beside
 
 SPEED = 20.0
+SLACK_S = 0.1  # beyond what a sleep of the same length took meanwhile
 TREE: dict[str, Any] = dump(
     build(
         {
@@ -68,16 +70,13 @@ async def joined(rank: int = 0, world: int = 1, checkpoint: str = "") -> Learner
 async def test_a_step_takes_the_profiles_time_and_is_made_once() -> None:
     twin = await joined()
     (batch,) = batches(samples(6))
-    begun = time.monotonic()
-    told = await twin.step(batch, None, 1)
-    spent = (time.monotonic() - begun) * SPEED
     learner = PROFILE.learner
     expected = 3000 / learner.forward_tok_s + 3000 / learner.backward_tok_s + learner.step_fixed_s
-    assert expected <= spent < expected + 1.0
+    told, spent, slept = await beside(twin.step(batch, None, 1), expected / SPEED)
+    assert expected / SPEED <= spent < slept + SLACK_S
     assert told["spent"]["train"] * SPEED == pytest.approx(expected)
-    begun = time.monotonic()
     again = await twin.step(batch, None, 1)
-    assert time.monotonic() - begun < 0.05 and again["repeated"] and (await twin.info())[1] == 1
+    assert again["repeated"] and (await twin.info())[1] == 1
     with pytest.raises(LearnerLost, match="at version 1 and cannot make step 3; it can make step 2"):
         await twin.step(batch, None, 3)
     (ahead,) = batches(samples(2, version=5))
@@ -87,14 +86,14 @@ async def test_a_step_takes_the_profiles_time_and_is_made_once() -> None:
 
 async def test_a_larger_world_is_as_much_faster_as_the_profile_says() -> None:
     twins = [await joined(rank, 4) for rank in range(4)]
-    begun = time.monotonic()
-    await asyncio.gather(
-        *(t.step(b, None, 1) for t, b in zip(twins, batches(samples(8), ranks=4), strict=True))
-    )
-    spent = (time.monotonic() - begun) * SPEED
     learner = PROFILE.learner
     each = 1000 * (1 / learner.forward_tok_s + 1 / learner.backward_tok_s) / learner.scaling**2
-    assert each + learner.step_fixed_s <= spent < each + learner.step_fixed_s + 1.0
+    expected = (each + learner.step_fixed_s) / SPEED
+    steps = asyncio.gather(
+        *(t.step(b, None, 1) for t, b in zip(twins, batches(samples(8), ranks=4), strict=True))
+    )
+    _, spent, slept = await beside(steps, expected)
+    assert expected <= spent < slept + SLACK_S
 
 
 async def test_backward_waits_for_the_scores_of_its_own_micro_batch() -> None:
@@ -186,9 +185,8 @@ async def test_a_step_under_way_ends_with_the_process_and_leaves_no_trace() -> N
     await asyncio.sleep(0.1)
     await twin.replace()
     await twin.join("twin", 2, "", 0, 1)
-    begun = time.monotonic()
-    await twin.step(batch, None, 1)
-    assert time.monotonic() - begun < 1.0
+    async with asyncio.timeout(30):
+        await twin.step(batch, None, 1)
     with pytest.raises(LearnerLost):
         await old
     assert (await twin.info())[1] == 1
@@ -216,10 +214,11 @@ async def test_segments_cost_their_new_tokens_while_there_is_room() -> None:
     first = await scorer.score_segments([ask("t0", 900, 100), ask("t1", 500, 10)], [])
     assert first.tokens == (900, 500) and [len(v) for v in first.values] == [100, 10]
     assert first.room == PROFILE.generator.kv_tokens
-    begun = time.monotonic()
-    later = await scorer.score_segments([ask("t0", 1000, 50)], [])
+    later, spent, slept = await beside(
+        scorer.score_segments([ask("t0", 1000, 50)], []), 100 / rate / SPEED
+    )
     assert later.tokens == (100,)
-    assert 100 / rate <= (time.monotonic() - begun) * SPEED < 900 / rate + 1.0
+    assert 100 / rate / SPEED <= spent < slept + SLACK_S
     await scorer.score_segments([ask("t2", PROFILE.generator.kv_tokens - 100, 1)], ["t1"])
     again = await scorer.score_segments([ask("t0", 1100, 50), ask("t1", 600, 10)], [])
     assert again.tokens == (1100, 600)  # both prefixes had to go
