@@ -305,7 +305,7 @@ async def test_a_missing_model_folder_is_one_clear_error(tmp_path: Path) -> None
     started = time.monotonic()
     with pytest.raises(ConfigError, match="does not exist"):
         await Engine(tmp_path / "nowhere", CONFIG, LENGTH, name="g1", seed=0).start()
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 10, "it tried to start an engine"
 
 
 async def test_engine_death_ends_what_is_outstanding(engine: Engine) -> None:

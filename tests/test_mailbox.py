@@ -28,7 +28,7 @@ async def test_take_wakes_for_the_first_and_ends_at_its_deadline() -> None:
     boxes.put("a", Completion(id="mine"))
     started = time.monotonic()
     assert [c.id for c in await waiting] == ["mine"]
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 4, "it waited for its deadline"
     assert await boxes.take("a", 0.05) == []
     assert time.monotonic() - started >= 0.05
 

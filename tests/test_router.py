@@ -198,7 +198,7 @@ async def test_waits_for_a_healthy_generator_but_not_for_ever(make: Make) -> Non
     began = time.monotonic()
     with pytest.raises(EngineFailed, match=r"no healthy generator for 0.3 s \(a\)"):
         await router.generate(request("r"))
-    assert 0.25 < time.monotonic() - began < 1.0
+    assert 0.25 < time.monotonic() - began < 10.0
     waiting = asyncio.create_task(router.generate(request("r2")))
     await asyncio.sleep(0.05)
     router.set_table(table(3, "a"))
