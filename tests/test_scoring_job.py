@@ -58,4 +58,7 @@ def test_a_scorer_scores_segments_before_their_group_is_claimed(tmp_path: Path) 
     assert sum(ahead) / len(ahead) > 0.5, ahead
     assert not run.events("segments_left") and not run.events("segments_asked_again")
     assert metrics[-1]["kl_ref"] > 1e-6
-    assert worst(replayed(run.config, run.folder.record, run.model)) < 1e-5
+    # Scores of segments and of whole rows differ in their rounding. Adam's first step moves each weight by
+    # the learning rate whatever its gradient's size, so one whose gradient is nothing but rounding may go
+    # the other way. Scores that are off by one token change a loss by tenths.
+    assert worst(replayed(run.config, run.folder.record, run.model)) < 1e-4
