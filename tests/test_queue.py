@@ -747,10 +747,12 @@ async def test_killed_server_loses_nothing_acknowledged(tmp_path: Path) -> None:
         server.stop()
 
 
-async def test_load_waits_until_a_restarted_server_knows_the_group_again(tmp_path: Path) -> None:
+@contextlib.asynccontextmanager
+async def claimed_and_forgotten(tmp_path: Path) -> AsyncIterator[tuple[RedisQueue, RedisQueue, RedisQueue]]:
+    """Controller, worker, feeder: group "a" is claimed, and the restarted server knows nothing of it."""
     server = ValkeyServer(tmp_path, fsync="no")
     server.start()
-    controller, worker, feeder = (RedisQueue(server.url, "test", "run") for _ in range(3))
+    controller, worker, feeder = queues = tuple(RedisQueue(server.url, "test", "run") for _ in range(3))
     try:
         await controller.admit(order("a"))
         await finish(worker, "a")
@@ -758,6 +760,15 @@ async def test_load_waits_until_a_restarted_server_knows_the_group_again(tmp_pat
         server.kill()
         forget(tmp_path)
         server.restart()
+        yield controller, worker, feeder
+    finally:
+        for queue in queues:
+            await queue.aclose()
+        server.stop()
+
+
+async def test_load_waits_until_a_restarted_server_knows_the_group_again(tmp_path: Path) -> None:
+    async with claimed_and_forgotten(tmp_path) as (controller, worker, feeder):
         loading = asyncio.create_task(feeder.load(["a"]))
         await asyncio.sleep(0.25)
         assert not loading.done()  # the group is unknown
@@ -768,32 +779,15 @@ async def test_load_waits_until_a_restarted_server_knows_the_group_again(tmp_pat
         (group,) = await asyncio.wait_for(loading, 5.0)
         assert [len(member.turns) for member in group.members] == [2, 2]
         await check(controller)
-    finally:
-        for queue in (controller, worker, feeder):
-            await queue.aclose()
-        server.stop()
 
 
 async def test_load_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.link.SETTLE_S", 0.6)
-    server = ValkeyServer(tmp_path, fsync="no")
-    server.start()
-    controller, worker, feeder = (RedisQueue(server.url, "test", "run") for _ in range(3))
-    try:
-        await controller.admit(order("a"))
-        await finish(worker, "a")
-        assert await feeder.claim("f", 1, 1.0) == ["a"]
-        server.kill()
-        forget(tmp_path)
-        server.restart()
+    async with claimed_and_forgotten(tmp_path) as (controller, _, feeder):
         await controller.connect()
         with pytest.raises(KeyError, match="group a: it is open"):
             await asyncio.wait_for(feeder.load(["a"]), 10.0)
         assert not feeder._link.settling
-    finally:
-        for queue in (controller, worker, feeder):
-            await queue.aclose()
-        server.stop()
 
 
 async def test_writes_through_a_kill_are_all_there(tmp_path: Path) -> None:

@@ -325,15 +325,21 @@ async def test_a_move_that_health_holds_up_is_given_up_in_time() -> None:
         assert job.controller.elastic.map.phase == "settled"
 
 
+async def made_ready(job: Job) -> Move:
+    """A generator is to become a second learner; its new actor has answered, its barrier has not come."""
+    await job.table("generator-0", "generator-1")
+    job.unready.add("learner-2")
+    await job.controller.scale(learners=2)
+    move = await planned(job)
+    job.unready.clear()
+    while job.controller.elastic._prepared != move.id:
+        await asyncio.sleep(0.02)
+    return move
+
+
 async def test_a_move_that_is_ready_waits_for_its_barrier_however_long_a_step_takes() -> None:
     async with running(config(learners=1, generators=2)) as job:
-        await job.table("generator-0", "generator-1")
-        job.unready.add("learner-2")
-        await job.controller.scale(learners=2)
-        move = await planned(job)
-        job.unready.clear()
-        while job.controller.elastic._prepared != move.id:
-            await asyncio.sleep(0.02)
+        move = await made_ready(job)
         job.controller.elastic._since -= 1000.0
         await asyncio.sleep(0.7)  # the background looks, too
         assert not [event for event, _ in job.events if event == "move_undone"]
@@ -343,13 +349,7 @@ async def test_a_move_that_is_ready_waits_for_its_barrier_however_long_a_step_ta
 
 async def test_a_new_actor_that_has_died_since_it_was_ready_is_not_begun_with() -> None:
     async with running(config(learners=1, generators=2)) as job:
-        await job.table("generator-0", "generator-1")
-        job.unready.add("learner-2")
-        await job.controller.scale(learners=2)
-        move = await planned(job)
-        job.unready.clear()
-        while job.controller.elastic._prepared != move.id:
-            await asyncio.sleep(0.02)
+        move = await made_ready(job)
         job.unready.add("learner-2")
         assert (await job.barrier()).move is None
         assert (await job.journal()).move == move, "it may come back"
