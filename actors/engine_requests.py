@@ -181,7 +181,7 @@ class RequestCore(Replica):
         if not completion.error:
             self._busy.add(completion.t_start, completion.t_end)
             if pending.caller != WARM_UP:
-                self._count(completion, len(output.prompt_token_ids))
+                self._count(pending.request, completion, len(output.prompt_token_ids))
         self._boxes.put(pending.caller, completion)
 
     async def _withdraw(self, group: list[Pending]) -> None:

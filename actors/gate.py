@@ -226,6 +226,7 @@ class Gate(GateCore):
             capacity_tokens=figures.capacity,
             promised_tokens=min(figures.promised, figures.capacity),
             free_tokens=figures.free,
+            demand_s=self.admission.demand_s(now),
             resident=figures.resident,
             parked=figures.parked,
             queued=figures.queued,

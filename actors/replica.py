@@ -33,7 +33,7 @@ class Replica(ABC):
         self._sync = asyncio.Lock()
         self._epoch = 0
         self._checksum = ""
-        self._tokens = self._prompt_tokens = self._cached_tokens = 0
+        self._tokens = self._prompt_tokens = self._cached_tokens = self._grown_tokens = 0
         self._sync_s = 0.0
 
     @property
@@ -67,9 +67,11 @@ class Replica(ABC):
         """All completions of a caller since its last collect; waits at most ``wait_s`` for one."""
         return await self._boxes.take(caller, wait_s)
 
-    def _count(self, completion: Completion, prompt_tokens: int) -> None:
+    def _count(self, request: Request, completion: Completion, prompt_tokens: int) -> None:
         """A completion enters the counters."""
-        self._tokens += len(completion.output) // 4
+        sampled = len(completion.output) // 4
+        self._tokens += sampled
+        self._grown_tokens += 0 if request.evaluation else request.fresh + sampled
         self._prompt_tokens += prompt_tokens
         self._cached_tokens += completion.cached_tokens
 
@@ -101,6 +103,7 @@ class Replica(ABC):
             tokens=self._tokens,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
+            grown_tokens=self._grown_tokens,
             sync_s=self._sync_s,
             busy=self._busy.drain(),
             error=self.reason,

@@ -189,6 +189,7 @@ class Episode:
     def _request(self, prompt: Prompt) -> Request:
         order, trajectory = self.order, self.member.trajectory
         seed = derived_seed(order.seed, trajectory, order.attempt, self.turn) if self.tools.seeded else None
+        extends = prompt.keep == len(self._started().ids) // 4  # else it begins a row
         return Request(
             id=f"{trajectory}/{order.attempt}/{self.turn}",
             prompt=prompt.ids,
@@ -205,6 +206,7 @@ class Episode:
             evaluation=order.purpose is Purpose.EVAL,
             kind=order.task.env,
             tool=self.member.tool,
+            fresh=len(prompt.added if extends else prompt.ids) // 4,
         )
 
     async def _answer(self, request: Request) -> Completion:

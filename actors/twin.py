@@ -248,7 +248,7 @@ class TwinEngine(Replica):
             generator=self.name,
         )
         self._busy.add(completion.t_start, completion.t_end)
-        self._count(completion, len(request.prompt) // 4)
+        self._count(request, completion, len(request.prompt) // 4)
         self._boxes.put(asked.caller, completion)
 
     def _withdraw(self, key: tuple[str, str]) -> None:

@@ -90,6 +90,7 @@ class Admission(TokenLedger):
 
     def decide(self, now: float) -> Decision:
         """Which turns begin and which tasks lose their place. Taken at once: a repeated call decides anew."""
+        self._pass(now)
         if now > self._forgotten_at:
             self._forget(now)
         if not self._queued and self._promised <= self._budget:

@@ -28,7 +28,7 @@ from statistics import fmean, variance
 from typing import Literal, NamedTuple
 
 from cluster.running import ALPHA, JUMP, Estimate, Ratio
-from cluster.works import Generation
+from cluster.works import Generation, Rows
 
 SLOWLY = 0.1
 """Weight of a new step in ``serial``: it belongs to the job, not to the load, and waves of groups blur it."""
@@ -59,11 +59,14 @@ class StepFacts:
     sync_s: float = 0.0  # seconds of the step in which nobody worked: publish, load, switch
     generated_tokens: int = 0  # sampled in the step
     trained_tokens: int = 0  # sampled tokens of the batch; 0 if unknown
+    grown_tokens: int = 0  # that turns of the step added to rows, sampled or not
+    row_tokens: int = 0  # of the batch's rows, sampled or not; 0 if unknown
     head_age_s: float = 0.0  # age of the oldest ready group when the batch formed
     groups: int = 0  # trained in this step; 0 if unknown
     depth: int = 0  # ready groups at the commit, after those of the batch are gone
     open: int = 0  # groups rolling out at the commit; 0 if unknown
     most: int = 0  # groups that could roll out at once, were it not for the staleness bound; 0: no limit
+    demand: float = 0.0  # KV memory that tasks wanted, as a share of all that may be promised; 0: unknown
     unhealthy: int = 0  # generators that serve nobody now
     queued: float = 0.0  # requests that wait for a place at generators, per running one
     parts: int = 1  # of a batch, each trained once it is ready (a burst is one); 1: it is formed whole
@@ -103,12 +106,14 @@ class Balance:
     generation: Generation = field(default_factory=Generation)
     training: Estimate = field(default_factory=Estimate)
     scoring: Estimate = field(default_factory=Estimate)
+    rows: Rows = field(default_factory=Rows)
     overlap: Ratio = field(default_factory=Ratio)  # of a step's rest to its shorter side
     fixed: Estimate = field(default_factory=Estimate)
     sample: Sample | None = None  # of the last step
     _last: StepFacts | None = None  # the step before, or one that was not read
     _told: bool = False  # the number of groups in flight is
     _held: bool = False  # learners set the pace
+    _room: Ratio = field(default_factory=Ratio)  # groups that one generator's memory holds
     _found: Newcomers = ""  # the last shift
 
     @property
@@ -133,7 +138,8 @@ class Balance:
         pipeline = facts.open + facts.depth
         alpha = facts.groups / (pipeline + facts.groups) if pipeline and facts.groups else ALPHA
         seconds = facts.generator_busy_s / generators
-        flying = self._in_flight(facts.open + ended / 2)
+        self._room.add((facts.open + ended / 2) / generators, facts.demand, alpha)
+        flying = self._in_flight(facts.open + ended / 2, generators)
         shifted = self.generation.add(
             seconds, generators, flying, (max(1, facts.groups), made, facts.depth, facts.open),
             (facts.trained_tokens, facts.generated_tokens), alpha, facts.queued,
@@ -141,6 +147,7 @@ class Balance:
         work = facts.learner_busy_s * self.speed(learners) / learners
         grown = self.training.add(work)
         self.scoring.add(facts.scorer_busy_s)
+        self.rows.add((work, facts.scorer_busy_s, facts.row_tokens), (facts.grown_tokens, made), shifted)
         self.fixed.add(facts.sync_s)
         told = facts.trained_tokens > 0 and facts.generated_tokens > 0
         self.sample = Sample(
@@ -170,10 +177,18 @@ class Balance:
         ended = max(0.0, facts.groups + facts.depth - depth)
         return max(0.0, ended + (facts.open - flying) / 2), ended
 
-    def _in_flight(self, groups: float) -> float:
-        """Of so many that the bound lets in; 0 if it is not told."""
-        most = self._last.most if self._last is not None else 0
-        return max(1.0, min(groups, most) if most else groups) if self._told else 0.0
+    def _in_flight(self, groups: float, generators: int) -> float:
+        """Of so many that the bound lets in, those that make progress; 0 if their number is not told.
+
+        What the memory of ``generators`` does not hold queues there, or is parked and computed again: it
+        makes nobody faster. A batch of groups enters at once: then half a batch more fly than in the mean.
+        """
+        if not self._told:
+            return 0.0
+        most, batch = (self._last.most, self._last.groups) if self._last is not None else (0, 0)
+        room = self._room.get() * generators
+        held = max(room - batch / 2, room / 2)
+        return max(1.0, min(groups, most or math.inf, held or math.inf))
 
     # -- predictions --------------------------------------------------------------------
 
@@ -184,7 +199,8 @@ class Balance:
 
         ``generate``, ``train``: factors of the measured works.
         """
-        seconds = self._trained(counts, scoring, train * self.training.get(), train * self.scoring.get())
+        work, score = self._works()
+        seconds = self._trained(counts, scoring, train * work, train * score)
         return self._step(generate * self._generate(counts, seconds), seconds)
 
     def saving_error(
@@ -212,7 +228,7 @@ class Balance:
         last, generators = self._last, counts["generator"]
         if last is None or not self._told or last.groups <= 0 or generators <= 0:
             return 0.0
-        now = self.generation.seconds(generators, self._in_flight(last.open + last.groups / 2))
+        now = self.generation.seconds(generators, self._in_flight(last.open + last.groups / 2, generators))
         free = self._generate(counts, self._train(counts, scoring))
         return max(0.0, 1 - free / now) if now > 0 else 0.0
 
@@ -236,14 +252,24 @@ class Balance:
             return self.generation.seconds(generators, 0.0)
         seen = last.open + last.groups / 2
         most = min(last.open + last.depth + last.groups / 2, MOST_FLYING * seen) if self._held else seen
-        seconds = self.generation.seconds(generators, self._in_flight(most))
-        for _ in range(3 if seconds > 0 else 0):
+        flying = most
+        for _ in range(4):
+            seconds = self.generation.seconds(generators, self._in_flight(flying, generators))
+            if seconds <= 0:
+                break
             ready = last.groups * min(1.0, train / seconds) / last.parts
-            seconds = self.generation.seconds(generators, self._in_flight(max(seen, most - ready)))
+            flying = max(seen, most - ready)
         return seconds
 
     def _train(self, counts: Mapping[str, int], scoring: Scoring) -> float:
-        return self._trained(counts, scoring, self.training.get(), self.scoring.get())
+        return self._trained(counts, scoring, *self._works())
+
+    def _works(self) -> tuple[float, float]:
+        """Training and scoring work of a batch of the present load, even if none has been trained yet."""
+        last = self._last
+        if self.generation.mixed > 0 and last is not None and self.rows.known:
+            return self.rows.works(last.groups)
+        return self.training.get(), self.scoring.get()
 
     def _trained(self, counts: Mapping[str, int], scoring: Scoring, work: float, score: float) -> float:
         speed = self.speed(counts["learner"])

@@ -53,7 +53,8 @@ Connect = Callable[[str], GeneratorPort]
 Trace = Callable[[str, dict[str, Any]], None]
 
 
-_COUNTERS = ("tokens", "prompt_tokens", "cached_tokens", "sync_s", "parks", "resumes", "moved")
+_COUNTERS = ("tokens", "prompt_tokens", "cached_tokens", "grown_tokens", "sync_s", "demand_s", "parks",
+             "resumes", "moved")  # fmt: skip
 
 
 @dataclass
@@ -63,7 +64,9 @@ class Totals:
     tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    grown_tokens: int = 0
     sync_s: float = 0.0
+    demand_s: float = 0.0
     parks: int = 0
     resumes: int = 0
     moved: int = 0

@@ -4,6 +4,8 @@ What happens to a task is in cluster/token_ledger.py, what is decided in cluster
 states, promises and priorities). Every transition costs O(log n).
 """
 
+from math import inf
+
 from cluster.admission_records import (
     ACTIVE,
     BACK,
@@ -53,9 +55,17 @@ class Places:
         self._salt = 0
         self._dirty = False
         self._sign = W_CONTEXT if limits.context == "protect_long" else -W_CONTEXT
+        self._demand_s, self._passed = 0.0, inf  # until when it stands; not before the first event
         self._cap = 1.0
         self._budget = 0
         self._set_cap(1.0)
+
+    def _pass(self, now: float) -> None:
+        """All is as it was since the last call."""
+        if now > self._passed and self._resident:
+            demand = self._promised * len(self._tasks) / (self._resident * self._budget)
+            self._demand_s += demand * (now - self._passed)
+        self._passed = now
 
     # -- transitions --------------------------------------------------------------------------------
 

@@ -122,6 +122,14 @@ class TokenLedger(Places):
         """What it costs to compute a context of ``tokens`` again."""
         return tokens / self.limits.prefill_tok_s
 
+    def demand_s(self, now: float) -> float:
+        """Seconds until now, each times the memory that tasks wanted in it, as a share of the budget.
+
+        Tasks without a place count as much as the mean of those with one.
+        """
+        self._pass(now)
+        return self._demand_s
+
     def figures(self) -> Figures:
         """See ``Figures``."""
         return Figures(

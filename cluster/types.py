@@ -300,6 +300,7 @@ class Request(Record, frozen=True):
     tool: str = ""  # what the environment was doing before this turn, for its latency quantiles
     waited_s: float = 0.0  # for a place, under earlier names of the same request
     mobile: bool = False  # it may be sent to another generator rather than wait
+    fresh: int = 0  # ids of the prompt that training rows gain by it
 
 
 class Completion(Record, frozen=True):

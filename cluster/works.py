@@ -132,6 +132,42 @@ class Saturation:
         self.share = self._prior
 
 
+class Rows:
+    """What training and scoring a group of the present load take, before one has been trained.
+
+    Rows grow while groups roll out: the tokens that a group adds to them now, times the seconds that a token
+    took until now.
+    """
+
+    def __init__(self) -> None:
+        self._train_s = Ratio()  # per token of rows
+        self._score_s = Ratio()
+        self._grown = Ratio()  # tokens that rows gain, per group made
+
+    @property
+    def known(self) -> bool:
+        """Tokens of rows are told, of those trained and of those that grow."""
+        return self._train_s.made > 0 and self._grown.get() > 0
+
+    def add(self, trained: tuple[float, float, int], grown: tuple[int, float], shifted: bool) -> None:
+        """A step: seconds of training, of scoring, tokens of the batch; tokens that rows gained, groups made.
+
+        ``shifted``: this step and the one before differ from those before; that one may hold both loads.
+        """
+        train_s, score_s, tokens = trained
+        if tokens > 0:
+            self._train_s.add(train_s, tokens, ALPHA)
+            self._score_s.add(score_s, tokens, ALPHA)
+        if shifted:
+            self._grown = Ratio()
+        self._grown.add(*grown, ALPHA)
+
+    def works(self, groups: int) -> tuple[float, float]:
+        """Seconds of training and of scoring so many groups."""
+        tokens = self._grown.get() * groups
+        return self._train_s.get() * tokens, self._score_s.get() * tokens
+
+
 class Generation:
     """Seconds in which the generators make a batch; see the module docstring."""
 

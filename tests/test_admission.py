@@ -48,6 +48,21 @@ def test_tasks_start_while_their_promises_fit() -> None:
     assert machine.decide(1.0).start == ("g9.0",)
 
 
+def test_demand_is_what_all_tasks_want_over_time() -> None:
+    """Those without a place count like the mean of those with one."""
+    machine = admission()
+    assert machine.demand_s(5.0) == 0.0, "nobody wants anything"
+    for n in range(12):
+        ask(machine, f"g{n}.0", tokens=900, growth=100, now=5.0)
+    machine.decide(5.0)
+    assert machine.demand_s(7.0) == pytest.approx(2.0 * 1.2), "nine of twelve were promised 9,000 of 10,000"
+    assert machine.demand_s(7.0) == pytest.approx(2.4), "no time has passed"
+    for n in range(9, 12):
+        machine.ended(f"g{n}.0", 7.0)
+    machine.decide(8.0)
+    assert machine.demand_s(9.0) == pytest.approx(2.4 + 2.0 * 0.9)
+
+
 def test_asking_again_changes_nothing() -> None:
     machine = admission()
     ask(machine, "g.0")

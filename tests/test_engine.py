@@ -192,8 +192,11 @@ async def test_cancel_ends_the_work(engine: Engine) -> None:
 
 async def test_stats_count_what_was_done(engine: Engine) -> None:
     before = engine.stats()
-    got = await answers(engine, [request(f"{n}", p, 8) for n, p in enumerate(prompts(3, 64))])
+    asked = [replace(request(f"{n}", p, 8), fresh=10) for n, p in enumerate(prompts(3, 64))]
+    asked[2] = replace(asked[2], evaluation=True)
+    got = await answers(engine, asked)
     after = engine.stats()
+    assert after.grown_tokens - before.grown_tokens == 2 * (8 + 10), "no rows are made of evaluations"
     assert (after.tokens - before.tokens, after.prompt_tokens - before.prompt_tokens) == (24, 192)
     starts, ends = [c.t_start for c in got.values()], [c.t_end for c in got.values()]
     assert after.busy and after.busy[0][0] <= min(starts) and after.busy[-1][1] >= max(ends) - 1e-3

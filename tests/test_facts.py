@@ -55,6 +55,16 @@ def test_loading_weights_is_neither_work_nor_waiting(rig: Rig) -> None:
     assert (facts.rwt_s, facts.generator_busy_s) == (5.0, 2 * 10.0 - 1.0 - 5.0), "one that tells is believed"
 
 
+def test_what_generators_count_is_told_of_the_step(rig: Rig) -> None:
+    rig.watch.opened()
+    rig.totals.grown_tokens, rig.totals.demand_s = 300, 12.0
+    facts = rig.step(1, 10.0, row_tokens=250)
+    assert (facts.grown_tokens, facts.row_tokens, facts.demand) == (300, 250, 12.0 / 10.0 / 2)
+    rig.totals.grown_tokens, rig.totals.demand_s = 340, 12.5
+    facts = rig.step(2, 5.0)
+    assert (facts.grown_tokens, facts.row_tokens, facts.demand) == (40, 0, pytest.approx(0.5 / 5.0 / 2))
+
+
 def test_waits_of_learners_are_summed_over_them(rig: Rig) -> None:
     rig.watch.opened()
     facts = rig.step(1, 10.0, waits={"data": 2.0, "signal": 0.5}, sync_s=99.0)

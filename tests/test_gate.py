@@ -25,6 +25,8 @@ async def test_requests_enter_as_places_become_free() -> None:
         health = gate.stats()
         assert (health.running, health.waiting, health.queued, health.resident) == (2, 2, 2, 2)
         assert (health.capacity_tokens, health.promised_tokens) == (3000, 2200)
+        await asyncio.sleep(0.05)
+        assert gate.stats().demand_s - health.demand_s > 0.05, "four want what two have"
         engine.answer("0")
         assert (await answers(gate, 1))["0"].error == ""
         await gate.release("w", ["g0.0"])

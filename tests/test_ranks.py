@@ -734,7 +734,7 @@ def test_waves_of_groups_that_end_together_do_not_blur_what_a_batch_takes() -> N
     for step in range(1, 40):
         balance.observe(token_facts(step, 100.0, 4000, (0, 12, 8, 4)[step % 4]), split_of(4, 4))
         if step > 6:
-            flying = balance._in_flight(14.0)
+            flying = balance._in_flight(14.0, 4)
             assert balance.generation.seconds(4, flying) == pytest.approx(10.0, rel=0.25)
 
 
@@ -750,7 +750,7 @@ def test_a_new_load_is_counted_in_groups_until_a_batch_of_it_was_trained() -> No
     for step in range(15, 27):
         balance.observe(token_facts(step, 20.0, 800, 4), split_of(4, 4))
     assert balance.generation.mixed <= 0
-    assert balance.generation.seconds(4, balance._in_flight(18.0)) == pytest.approx(10.0, rel=0.1)
+    assert balance.generation.seconds(4, balance._in_flight(18.0, 4)) == pytest.approx(10.0, rel=0.1)
 
 
 def sample(generators: int, learners: int, **changed: Any) -> Sample:

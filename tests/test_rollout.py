@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from actors.harness.chat import ChatHarness
+from actors.harness.chat import ChatHarness, History
 from actors.outcomes import group_deadline_s
 from actors.reward import Reward
 from actors.rollout import Member, Tools, derived_seed, run_trajectory
@@ -31,6 +31,7 @@ from cluster.memory import MemoryQueue
 from cluster.messages import EvalEpisode, GeneratorRow, Grant, Pull, Table
 from cluster.types import (
     Completion,
+    ContextOp,
     End,
     EndKind,
     Order,
@@ -39,11 +40,13 @@ from cluster.types import (
     Segment,
     StopReason,
     Task,
+    Trajectory,
     Turn,
     full_ids,
     ids,
 )
 from envs.base import StepResult
+from learner.batch import compile_trajectory
 
 END = 2  # <|im_end|>
 CONFIG = Config(
@@ -294,6 +297,29 @@ async def test_requests_say_whose_turn_it_is(tokenizer: Tokenizer) -> None:
     ] * 3
     assert [r.group_done for r in policy.requests] == [0.0, 0.25, 0.5]
     assert [r.tool for r in policy.requests] == ["", "search", "scripted"]
+
+
+@pytest.mark.parametrize("evicting", [False, True])
+async def test_requests_tell_what_training_rows_gain(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, evicting: bool
+) -> None:
+    """With what is sampled it adds up to the tokens that learners will get, also where a context is cut."""
+    observe = ChatHarness.observe
+
+    def forget(self: ChatHarness, history: History, observation: str) -> None:
+        observe(self, history, observation)
+        if len(history.messages) > 5:
+            history.keep, history.op = history.keep - 7, ContextOp.EVICT
+
+    if evicting:
+        monkeypatch.setattr(ChatHarness, "observe", forget)
+    policy = saying(tokenizer, "left")
+    member, end = await played(tools(tokenizer, policy, ScriptedEnvironments(lasting(4))))
+    trajectory = Trajectory(id="t", group="g0", attempt=0, turns=tuple(member.turns), end=end)
+    rows = compile_trajectory(trajectory, "g0")
+    assert len(rows) == (2 if evicting else 1)
+    sampled = sum(len(ids(turn.calls[0].output)) for turn in member.turns)
+    assert sum(request.fresh for request in policy.requests) + sampled == sum(len(row.ids) for row in rows)
 
 
 # -- rewards ----------------------------------------------------------------------------

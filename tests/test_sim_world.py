@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from cluster import config as configuration
 from cluster.admission import Admission
+from cluster.ranks import Proposal, RankMachine, StepFacts
 from cluster.sim.profile import (
     GeneratorProfile,
     LearnerProfile,
@@ -368,6 +369,29 @@ def test_elastic_ranks_mend_a_bad_split() -> None:
     assert not still.moves
     assert result.goodput_tok_s > 1.5 * still.goodput_tok_s
     assert result.wait_s < 0.5 * still.wait_s
+
+
+def test_rows_gain_what_is_trained_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Generators tell of rows turn by turn; all of it is trained, or in flight or ready at the end."""
+    seen: list[StepFacts] = []
+    decide = RankMachine.decide
+
+    def listen(self: RankMachine, facts: StepFacts, counts: dict[str, int]) -> Proposal | None:
+        seen.append(facts)
+        return decide(self, facts, counts)
+
+    monkeypatch.setattr(RankMachine, "decide", listen)
+    job = scenario(
+        workload=Growing(), steps=30, policy=policy(roles="elastic", admission="task"), eval_every=7,
+        eval_tasks=3,
+    )  # fmt: skip
+    result = run(job)
+    grown, trained = sum(one.grown_tokens for one in seen), sum(one.row_tokens for one in seen)
+    row = 10 * (300 + 20)
+    assert trained == sum(one.groups for one in seen) * job.group_size * row
+    left = result.ledger["admitted"] - sum(one.groups for one in seen) * job.group_size
+    assert 0 < grown - trained <= left * row
+    assert all(0 < one.demand < 3 for one in seen)
 
 
 def test_nothing_to_gain_nothing_moves() -> None:

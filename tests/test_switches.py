@@ -65,6 +65,23 @@ def test_on_a_steady_load_the_ledger_tells_what_moves_save(
     assert abs(realised - saved) <= 0.35 * saved, (realised, saved)
 
 
+def test_moves_made_before_a_new_load_was_trained_save_what_they_promise() -> None:
+    """The load takes 2.4 times the training that the one before did, and none of it has been trained."""
+    early: list[tuple[float, float]] = []
+    for seed in range(4):
+        params = f'env.params={{workload="twin-shift", seed={seed}}}'
+        result = world(load(RECIPE, ["run.steps=90", params])).run()
+        early += [
+            (float(move["predicted_s"]), float(move["realised_s"]))
+            for move in result.moves
+            if "early" in str(move["reason"]) and "realised_s" in move
+        ]
+    assert len(early) >= 8
+    assert all(abs(predicted - realised) <= 0.35 * realised for predicted, realised in early), early
+    predicted, realised = (math.fsum(seconds) for seconds in zip(*early, strict=True))
+    assert abs(predicted - realised) <= 0.3 * realised, (predicted, realised)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_steady_load_settles_for_good(seed: int) -> None:
     result = world(job((1, 3), seed)).run()

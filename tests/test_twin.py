@@ -232,10 +232,15 @@ async def test_replies_without_a_plan(folder: Path) -> None:
     """Any environment may be played: lengths are drawn then."""
     twin = TwinEngine(config(env={"name": "coin"}), folder, "g", seed=0)
     await twin.start()
-    got = await answers(twin, [request("g0000001.0", turn, prompt=40) for turn in range(20)])
+    asked = [request("g0000001.0", turn, prompt=40) for turn in range(20)]
+    got = await answers(twin, [replace(one, fresh=7) for one in asked])
     lengths = {len(ids(answer.output)) for answer in got.values()}
     assert len(lengths) > 5 and max(lengths) <= 48
-    assert twin.stats().tokens == sum(len(ids(answer.output)) for answer in got.values())
+    sampled = sum(len(ids(answer.output)) for answer in got.values())
+    told = twin.stats()
+    assert (told.tokens, told.grown_tokens) == (sampled, sampled + 20 * 7)
+    await answers(twin, [replace(request("e.0", 0, prompt=40), fresh=7, evaluation=True)])
+    assert twin.stats().tokens > sampled and twin.stats().grown_tokens == told.grown_tokens
     await twin.close()
 
 

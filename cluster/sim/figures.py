@@ -29,7 +29,8 @@ class Figures:
         self._before: dict[tuple[str, str], float] = {}
         self._last = 0.0
         self._learner_s = self._scorer_s = 0.0
-        self._sampled = 0
+        self._sampled = self._grown = 0
+        self._demand_s = 0.0
         self._latency: list[float] = []
 
     def group_ready(self, now: float, group: Group) -> None:
@@ -98,6 +99,7 @@ class Figures:
         switch_s = 0.0
         if moves is not None:
             switch_s, moves.switch_s = moves.switch_s, 0.0
+        demand_s = self.rollout.demand_s(now)
         facts = StepFacts(
             step=training + 1,
             step_s=now - self._last,
@@ -110,6 +112,8 @@ class Figures:
             sync_s=profile.sync.publish_s + switch_s,
             generated_tokens=self.rollout.sampled - self._sampled,
             trained_tokens=sum(group.sampled for group in trainer.batch),
+            grown_tokens=self.rollout.grown - self._grown,
+            row_tokens=sum(group.train_tokens for group in trainer.batch),
             head_age_s=trainer.head_age_s,
             groups=len(trainer.batch),
             depth=len(trainer.ready),
@@ -117,13 +121,14 @@ class Figures:
             most=scenario.env_slots // scenario.group_size,
             parts=max(1, trainer.parts),
             queued=self.rollout.queued(),
+            demand=(demand_s - self._demand_s) / max(1, self.fleet.counts()[GENERATOR]) / (now - self._last),
             fill=len(trainer.batch) / scenario.groups_per_step,
             phase="cold" if training < COLD_STEPS else "eval" if evaluating else "train",
             scoring="decoupled" if trainer.scoring == "decoupled" else "colocated",
         )
-        self._last = now
+        self._last, self._demand_s = now, demand_s
         self._learner_s, self._scorer_s = trainer.learner_busy_s, trainer.scorer_busy_s
-        self._sampled = self.rollout.sampled
+        self._sampled, self._grown = self.rollout.sampled, self.rollout.grown
         return facts
 
     def finish(self, now: float, pops: int, admitted: int, lost: int, trained: int) -> Result:

@@ -54,8 +54,10 @@ class Rollout:
         self.largest = scenario.max_new_tokens or 256  # what an asker may grow; else the largest seen
         self.rerouted = 0  # tasks that went where there was room
         self.sampled = 0  # tokens, all
+        self.grown = 0  # tokens that training rows gained
         self.discarded = 0  # tokens sampled in turns that had to start again
         self._watches = 0
+        self._demand_s = 0.0  # of generators that left
         self._heap = heap
         self._serial = serial
         self._ready = ready
@@ -82,6 +84,11 @@ class Rollout:
         running = sum(one.model.running for one in self.generators.values())
         queued = sum(one.model.waiting + len(one.queued) for one in self.generators.values())
         return queued / max(1, running)
+
+    def demand_s(self, now: float) -> float:
+        """Generator-seconds times the share of KV memory that tasks wanted, until now."""
+        told = [one.admission.demand_s(now) for one in self.generators.values() if one.admission is not None]
+        return self._demand_s + sum(told)
 
     # -- generators come and go ---------------------------------------------------------------
 
@@ -124,6 +131,8 @@ class Rollout:
             self._turn_done(now, generator, request)
         model.settle(now)
         self.gone.append(model)
+        if generator.admission is not None:
+            self._demand_s += generator.admission.demand_s(now)
         moved = list(generator.tasks.values())
         self.discarded += sum(model.sampled(task) for task in moved)
         generator.tasks.clear()
@@ -261,9 +270,10 @@ class Rollout:
     def _book(self, task: Task, generator: Generator, request: EngineRequest) -> None:
         """Count the turn: tokens, cache hits, versions, training rows."""
         group, turn, last = task.group, task.asked, task.last
+        before = task.row
         if turn.kept >= 0 and task.row:
             group.rows.append(task.row)
-            task.row = task.kept
+            task.row, before = task.kept, 0
         if last is None:
             kind = 0
         elif last is not generator:
@@ -281,6 +291,8 @@ class Rollout:
         if request.first_version < group.oldest:
             group.oldest = request.first_version
         task.row += turn.added + output
+        if not group.evaluation:
+            self.grown += task.row - before
         task.context = task.prompt + output
         task.last, task.gen, task.done_version = generator, None, request.last_version
         task.turn += 1
