@@ -18,7 +18,7 @@ ready, and a batch more once the new weights are out. Learners that set the pace
 when they begin, so on average ``P - B/2`` are in flight, less what lies ready beyond that batch; then
 generators are held back without standing still, with fewer sequences each. If generators set the pace, up to
 ``P + B/2`` are, less what becomes ready while the last of a batch's ``parts`` is trained (all of it where a
-batch is formed whole).
+batch is formed whole). Groups beyond what the generators' KV memory holds do not count.
 """
 
 import math

@@ -58,7 +58,7 @@ LONG_SWITCH = 0.5
 """A switch of more than this share of a step leaves too little of it to judge by."""
 EARLY = ", early"
 """Ends the reason for a move that was predicted while batches of the load before were still trained: what a
-batch of the present one takes was not known yet."""
+batch of the present one takes was foreseen from what its rows gain."""
 
 
 @dataclass(frozen=True, kw_only=True)

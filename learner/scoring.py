@@ -46,6 +46,9 @@ class ScorerPort(SegmentPort, Protocol):
     async def score(self, batch: RankBatch, keys: Sequence[Key]) -> Scored:
         """Scores of the batch's samples; ``keys[i]`` names sample ``i``. Asking again is harmless."""
 
+    async def restart(self) -> None:
+        """End its process, which hangs; another one takes its place."""
+
 
 @dataclass
 class _Ask:
@@ -87,7 +90,7 @@ class Scoring:
         self._asks: dict[str, _Ask] = {}
         self._spent = Spent()
         self._failures = 0
-        self._patience = Patience(config.scorer.timeout_s, lambda: self.scorers)
+        self._patience = Patience(config.scorer.timeout_s, lambda: self.scorers, self._restart)
         self._streaming = Streaming(config, port_of, trace, self._spend, self._patience)
         self._listening: asyncio.Task[None] | None = None
 
@@ -293,6 +296,10 @@ class Scoring:
                 continue
             self._book(scored.busy, scored.tokens)
             return scored
+
+    async def _restart(self, scorer: int, why: str) -> None:
+        self._trace("scorer_restarted", {"scorer": scorer, "why": why})
+        await self._port_of(scorer).restart()
 
     def _spend(self, told: Told) -> None:
         self._book(told.busy, sum(told.tokens))

@@ -269,6 +269,11 @@ class Scorer:
         self.dead = False
         self.gate = asyncio.Event()
         self.gate.set()
+        self.restarts = 0
+
+    async def restart(self) -> None:
+        self.restarts += 1
+        self.gate.set()
 
     async def score(self, batch: RankBatch, keys: Sequence[Key]) -> Scored:
         self.asked.append(tuple(keys))
@@ -277,6 +282,10 @@ class Scorer:
         await self.gate.wait()
         values = by_sample(Signal(batch.ids.astype(np.float32), batch.mask), batch, keys)
         return Scored(tuple(keys), values, busy=(10.0, 12.0), tokens=8)
+
+
+async def never(scorer: int, why: str) -> None:
+    pytest.fail(f"scorer {scorer} was restarted: {why}")
 
 
 class Taker:
@@ -362,7 +371,7 @@ async def test_a_scorer_that_hangs_on_whole_rows_is_given_up_in_time(monkeypatch
 
 async def test_a_scorer_that_works_through_a_queue_is_not_given_up() -> None:
     """Each answer takes less than the patience with a silent one, all together take more."""
-    heard = Patience(timeout_s=5.0, scorers=lambda: (5, 7))
+    heard = Patience(5.0, lambda: (5, 7), never)
     turn = asyncio.Lock()
 
     async def served() -> str:
@@ -375,11 +384,12 @@ async def test_a_scorer_that_works_through_a_queue_is_not_given_up() -> None:
     assert found == ["scores"] * 8
 
 
-async def test_the_only_scorer_has_all_of_the_deadline() -> None:
+async def test_the_only_scorer_has_all_of_the_deadline_until_it_has_answered() -> None:
     for scorers, share in (((5, 7), ANSWER_SHARE), ((5,), 1.0)):
         begun = time.monotonic()
         with pytest.raises(TimeoutError, match="scorer 5 answered nobody"):
-            await Patience(0.5, lambda scorers=scorers: scorers).answer(5, asyncio.Event().wait())  # type: ignore[misc]
+            heard = Patience(0.5, lambda scorers=scorers: scorers, never)  # type: ignore[misc]
+            await heard.answer(5, asyncio.Event().wait())
         assert share * 0.5 <= time.monotonic() - begun < share * 0.5 + 0.5
 
 
@@ -387,8 +397,13 @@ async def test_a_scorer_that_was_given_up_is_silent_for_the_deadline_or_until_it
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 0.0
+    ended: list[int] = []
     monkeypatch.setattr("learner.patience.time", SimpleNamespace(monotonic=lambda: now))
-    heard = Patience(0.02, lambda: (5, 7))
+
+    async def restarted(scorer: int, why: str) -> None:
+        ended.append(scorer)
+
+    heard = Patience(0.02, lambda: (5, 7), restarted)
 
     async def hangs() -> None:
         nonlocal now
@@ -410,6 +425,52 @@ async def test_a_scorer_that_was_given_up_is_silent_for_the_deadline_or_until_it
     await given_up()
     assert heard.silent(5)
     assert await heard.answer(5, answers()) == "scores" and not heard.silent(5)
+    assert not ended, "it may have been starting all the while"
+    await given_up()
+    await given_up()
+    assert ended == [5], "it had answered; the new process may be starting"
+
+
+async def test_the_only_scorer_is_restarted_when_it_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("learner.scoring.RETRY_S", 0.001)
+    scorers = {5: Scorer(5)}
+    scoring = scoring_with(scorers, timeout_s=0.5)
+    for name in ("g0", "g1"):
+        scoring.arrived(group_of(name))
+        async with asyncio.timeout(0.5):  # within the deadline of the rank that waits for them
+            while scoring.waiting():
+                await asyncio.sleep(0.005)
+        scorers[5].gate.clear()
+    assert (scorers[5].restarts, scoring.failures, len(scorers[5].asked)) == (1, 1, 3)
+    await scoring.stop()
+
+
+async def test_one_that_died_or_is_slow_as_ever_is_not_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("learner.patience.time", SimpleNamespace(monotonic=lambda: now))
+    heard = Patience(0.1, lambda: (5,), never)
+
+    async def after(seconds: float, answers: bool = True) -> str:
+        nonlocal now
+        now += seconds
+        if not answers:
+            raise ConnectionError("it died")
+        return "scores"
+
+    async def hangs(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        await asyncio.Event().wait()
+
+    assert await heard.answer(5, after(0.06)) == "scores"
+    begun = now
+    with pytest.raises(TimeoutError, match=r"nobody for 0\.1 s"):  # twice its longest would be more than that
+        await heard.answer(5, hangs(0.1))
+    assert now == begun + 0.1
+    with pytest.raises(ConnectionError):
+        await heard.answer(5, after(0.0, answers=False))
+    with pytest.raises(TimeoutError, match=r"nobody for 0\.1 s"):
+        await heard.answer(5, hangs(0.1))
 
 
 async def test_whole_rows_go_to_a_scorer_that_hangs_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -499,7 +560,7 @@ async def test_a_call_that_ends_cancelled_is_asked_again(monkeypatch: pytest.Mon
 
 
 async def test_who_waits_for_a_scorer_can_be_cancelled() -> None:
-    asked = asyncio.create_task(Patience(60.0, lambda: (5,)).answer(5, asyncio.Event().wait()))
+    asked = asyncio.create_task(Patience(60.0, lambda: (5,), never).answer(5, asyncio.Event().wait()))
     await asyncio.sleep(0)
     asked.cancel()
     with pytest.raises(asyncio.CancelledError):

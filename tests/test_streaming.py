@@ -48,6 +48,9 @@ class Scorer:
         self.gate.set()
         self.known: dict[str, int] = {}
 
+    async def restart(self) -> None:
+        self.gate.set()
+
     async def score_segments(self, asks: Sequence[Ask], done: Sequence[str]) -> Told:
         self.requests.append([ask.trajectory for ask in asks])
         self.done += done

@@ -101,6 +101,22 @@ def test_kills_cost_time_and_nothing_else(tmp_path: Path) -> None:
     assert len(job.trace("component_died")) >= 4
 
 
+@pytest.mark.timeout(400)
+def test_a_scorer_that_hangs_is_replaced(tmp_path: Path) -> None:
+    """The only one stands still: nobody else could score, and it does not come back by itself."""
+    steps = 20
+    job = twin_job(tmp_path, steps, **{"scorer.timeout_s": 30.0})
+    with job.running():
+        job.wait_for(lambda: job.version() >= 4, 120.0, "step 4")
+        hung = job.processes()["scorer-0"]
+        hung.suspend()
+        assert job.wait(240.0) == 0, job.tail()
+        assert not hung.is_running()
+    summary = check(job, steps)
+    assert summary["ledger"]["trained"] == steps * 16
+    assert [event["scorer"] for event in job.trace("scorer_restarted")] == [7]
+
+
 @pytest.mark.timeout(500)
 def test_env_workers_come_and_go_and_no_trajectory_is_lost(tmp_path: Path) -> None:
     """``springtide scale --env-workers`` on a running job, up and down again."""

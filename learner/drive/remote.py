@@ -103,9 +103,16 @@ class Members:
 
     def start(self, rank: int, method: str, *arguments: Any) -> Any:
         """Call a method of the actor on ``rank``; a reference. Raises ValueError if there is no actor."""
+        return getattr(self._handle(rank), method).remote(*arguments)
+
+    def end(self, rank: int) -> None:
+        """End the actor's process, even if it hangs; Ray starts another. ValueError if there is no actor."""
+        ray.kill(self._handle(rank), no_restart=False)
+
+    def _handle(self, rank: int) -> Any:
         if rank not in self._handles:
             self._handles[rank] = ray.get_actor(member_name(self._role, rank, self._config))
-        return getattr(self._handles[rank], method).remote(*arguments)
+        return self._handles[rank]
 
     async def call(self, rank: int, method: str, *arguments: Any) -> Any:
         """The answer of ``start``."""
@@ -232,6 +239,9 @@ class _Scorer:
     async def score(self, batch: RankBatch, keys: Sequence[Key]) -> Scored:
         scored: Scored = await self._members.call(self._number, "score", batch, keys)
         return scored
+
+    async def restart(self) -> None:
+        self._members.end(self._number)
 
     async def score_segments(self, asks: Sequence[Ask], done: Sequence[str]) -> Told:
         told: Told = await self._members.call(self._number, "score_segments", asks, done)
