@@ -83,6 +83,7 @@ class Admission(TokenLedger):
         if guard.observe(
             kv_usage, preemptions, binds=binds, full=full, turns=self._turns, width=max(1, width)
         ):
+            self._pass(now)
             self._dirty = True
             self._set_cap(guard.value)
 
@@ -90,7 +91,6 @@ class Admission(TokenLedger):
 
     def decide(self, now: float) -> Decision:
         """Which turns begin and which tasks lose their place. Taken at once: a repeated call decides anew."""
-        self._pass(now)
         if now > self._forgotten_at:
             self._forget(now)
         if not self._queued and self._promised <= self._budget:
@@ -101,6 +101,7 @@ class Admission(TokenLedger):
             self._expire(held)
         if not self._dirty:
             return _NOTHING
+        self._pass(now)
         self._dirty = False
         start: list[str] = []
         park: list[str] = []

@@ -147,7 +147,8 @@ class Balance:
         work = facts.learner_busy_s * self.speed(learners) / learners
         grown = self.training.add(work)
         self.scoring.add(facts.scorer_busy_s)
-        self.rows.add((work, facts.scorer_busy_s, facts.row_tokens), (facts.grown_tokens, made), shifted)
+        batch = (work, facts.scorer_busy_s, facts.row_tokens, max(1, facts.groups))
+        self.rows.add(batch, (facts.grown_tokens, made), shifted)
         self.fixed.add(facts.sync_s)
         told = facts.trained_tokens > 0 and facts.generated_tokens > 0
         self.sample = Sample(
@@ -155,9 +156,10 @@ class Balance:
             facts.trained_tokens if told else max(1, facts.groups), work, facts.scorer_busy_s,
             self.generation.mixed <= 0,
         )  # fmt: skip
-        generate, train = self.generation.seconds(generators, flying), self._train(counts, facts.scoring)
-        self._held = generate <= (1 + LEAD) * train
-        if facts.phase == "train":
+        generate = self.generation.seconds(generators, flying)
+        self._held = generate <= (1 + LEAD) * self._train(counts, facts.scoring)
+        if facts.phase == "train":  # what was trained in it, not what a new load will take
+            train = self._trained(counts, facts.scoring, self.training.get(), self.scoring.get())
             sides = sorted((generate, train))
             rest = facts.step_s - facts.sync_s - sides[1]
             if 0 < sides[0] < math.inf and sides[1] < math.inf:
@@ -267,7 +269,7 @@ class Balance:
     def _works(self) -> tuple[float, float]:
         """Training and scoring work of a batch of the present load, even if none has been trained yet."""
         last = self._last
-        if self.generation.mixed > 0 and last is not None and self.rows.known:
+        if self.generation.mixed > 0 and last is not None and last.groups > 0 and self.rows.known:
             return self.rows.works(last.groups)
         return self.training.get(), self.scoring.get()
 

@@ -61,8 +61,8 @@ class Places:
         self._set_cap(1.0)
 
     def _pass(self, now: float) -> None:
-        """All is as it was since the last call."""
-        if now > self._passed and self._resident:
+        """All was as it is since the last call: so before any change. Untold where memory admits nobody."""
+        if now > self._passed and self._resident and self._by_task:
             demand = self._promised * len(self._tasks) / (self._resident * self._budget)
             self._demand_s += demand * (now - self._passed)
         self._passed = now

@@ -23,6 +23,7 @@ class TokenLedger(Places):
         known = self._tasks.get(task)
         if known is not None and known.state <= ACTIVE:
             return
+        self._pass(now)
         self._dirty = True
         if known is None:
             known = self._enter(task, group, kind, evaluation)
@@ -39,6 +40,7 @@ class TokenLedger(Places):
         known = self._tasks.get(task)
         if known is None or known.state != ACTIVE:
             return
+        self._pass(now)
         self._dirty = True
         self._turns += 1
         self._active -= 1
@@ -49,9 +51,11 @@ class TokenLedger(Places):
 
     def ended(self, task: str, now: float) -> None:
         """It has left for good, whatever it was doing."""
-        known = self._tasks.pop(task, None)
+        known = self._tasks.get(task)
         if known is None:
             return
+        self._pass(now)
+        del self._tasks[task]
         self._dirty = True
         self._leave(known)
         if known.state != PARKED:
@@ -70,6 +74,7 @@ class TokenLedger(Places):
         known = self._tasks.get(task)
         if known is None or known.state > ACTIVE:
             return
+        self._pass(now)
         self._dirty = True
         known.timed = False
         if known.state == QUEUED:
@@ -125,7 +130,8 @@ class TokenLedger(Places):
     def demand_s(self, now: float) -> float:
         """Seconds until now, each times the memory that tasks wanted in it, as a share of the budget.
 
-        Tasks without a place count as much as the mean of those with one.
+        Tasks without a place count as much as the mean of those with one. 0 unless memory is what admits
+        tasks (policy "task"): else promises bound nothing, and may be of a capacity that is not known.
         """
         self._pass(now)
         return self._demand_s

@@ -63,6 +63,51 @@ def test_demand_is_what_all_tasks_want_over_time() -> None:
     assert machine.demand_s(9.0) == pytest.approx(2.4 + 2.0 * 0.9)
 
 
+def test_demand_is_of_the_time_before_what_happens() -> None:
+    """A task that comes was not there before, one that leaves was, whenever decisions are taken."""
+    machine = admission()
+    for n in range(10):
+        ask(machine, f"g{n}.0", tokens=4900, growth=100, now=10.0 * n)
+        machine.decide(10.0 * n)
+        machine.turn_ended(f"g{n}.0", 5000, 10.0 * n + 1.0)
+        machine.ended(f"g{n}.0", 10.0 * n + 2.0)
+    assert machine.demand_s(100.0) == pytest.approx(10 * (0.5 + 0.51)), "2 s of each 10 s"
+
+
+def test_demand_until_a_turn_is_asked_for_or_withdrawn() -> None:
+    machine = admission()
+    run_turn(machine, "g.0", tokens=2900)
+    assert machine.demand_s(0.0) == 0.0
+    ask(machine, "g.0", tokens=3400, now=2.0)
+    machine.decide(2.0)
+    assert machine.demand_s(2.0) == pytest.approx(2 * 0.31), "3,000 and a turn"
+    ask(machine, "g.1", now=4.0)
+    assert machine.demand_s(4.0) == pytest.approx(2 * 0.31 + 2 * 0.35), "one that has come just now"
+    machine.ended("g.1", 4.0)
+    machine.withdraw("g.0", 6.0)
+    assert machine.demand_s(6.0) == pytest.approx(2 * 0.31 + 4 * 0.35), "observations come later"
+    assert machine.demand_s(7.0) > 2 * 0.31 + 5 * 0.35 + 0.01, "now another one is expected"
+
+
+def test_demand_counts_the_budget_of_its_time() -> None:
+    machine = admission()
+    ask(machine, "g.0", tokens=4900, growth=100)
+    machine.decide(0.0)
+    machine.pressure(0.95, 1, 2.0)
+    assert machine.figures().cap == 0.8, "from now on"
+    assert machine.demand_s(2.0) == pytest.approx(2 * 0.5)
+    assert machine.demand_s(3.0) == pytest.approx(2 * 0.5 + 0.5 / 0.8)
+
+
+@pytest.mark.parametrize("capacity", [0, CAPACITY])
+def test_where_memory_admits_nobody_demand_is_not_told(capacity: int) -> None:
+    machine = admission(policy="request", capacity_tokens=capacity)
+    for n in range(30):
+        ask(machine, f"g{n}.0", tokens=900, growth=100)
+    machine.decide(0.0)
+    assert (machine.figures().active, machine.demand_s(9.0)) == (30, 0.0)
+
+
 def test_asking_again_changes_nothing() -> None:
     machine = admission()
     ask(machine, "g.0")

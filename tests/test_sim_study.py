@@ -246,7 +246,8 @@ def test_at_the_brink_of_memory_no_generator_is_given_away() -> None:
     """The best split of this job leaves just enough KV memory: more groups side by side would not fit."""
     job = Job(load_workload("text"), load_profile("h100-qwen2.5-14b"), 32)
     base = replace(scenario_of(job, Options(steps=24)), split=Split(14, 18, 0), seed=2, warmup_steps=12)
-    elastic, kept = (run(replace(base, policy=policy(name, 1))) for name in ("tide", "tide_no_elastic"))
+    lag = job.workload.spec.run.max_lag
+    elastic, kept = (run(replace(base, policy=policy(name, lag))) for name in ("tide", "tide_no_elastic"))
     assert elastic.goodput_tok_s > 0.98 * kept.goodput_tok_s, elastic.moves
 
 

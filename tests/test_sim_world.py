@@ -87,6 +87,17 @@ class Growing(Constant):
         return Plan(tuple(Turn(300, 20, wait * (i < 9), "tool") for i in range(10)), 0.1 * member)
 
 
+class Rewriting(Growing):
+    """Of the history only its beginning is kept: each turn begins a training row."""
+
+    name = "rewriting"
+
+    def plan(self, seed: int, group: int, member: int) -> Plan:
+        whole = super().plan(seed, group, member)
+        turns = (turn._replace(kept=100) for turn in whole.turns[1:])
+        return whole._replace(turns=(whole.turns[0], *turns))
+
+
 def scenario(**changes: object) -> Scenario:
     """A small job; changes replace its fields."""
     plain = Scenario(
@@ -371,7 +382,10 @@ def test_elastic_ranks_mend_a_bad_split() -> None:
     assert result.wait_s < 0.5 * still.wait_s
 
 
-def test_rows_gain_what_is_trained_later(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("played", "row"), [(Growing, 10 * 320), (Rewriting, 320 + 9 * 420)])
+def test_rows_gain_what_is_trained_later(
+    monkeypatch: pytest.MonkeyPatch, played: type[Growing], row: int
+) -> None:
     """Generators tell of rows turn by turn; all of it is trained, or in flight or ready at the end."""
     seen: list[StepFacts] = []
     decide = RankMachine.decide
@@ -382,12 +396,11 @@ def test_rows_gain_what_is_trained_later(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(RankMachine, "decide", listen)
     job = scenario(
-        workload=Growing(), steps=30, policy=policy(roles="elastic", admission="task"), eval_every=7,
+        workload=played(), steps=30, policy=policy(roles="elastic", admission="task"), eval_every=7,
         eval_tasks=3,
     )  # fmt: skip
     result = run(job)
     grown, trained = sum(one.grown_tokens for one in seen), sum(one.row_tokens for one in seen)
-    row = 10 * (300 + 20)
     assert trained == sum(one.groups for one in seen) * job.group_size * row
     left = result.ledger["admitted"] - sum(one.groups for one in seen) * job.group_size
     assert 0 < grown - trained <= left * row
