@@ -137,8 +137,7 @@ class Rows:
 
     Rows grow while groups roll out: what they gain per group made is what a group of the new load has, and a
     token takes the seconds that it took until now. A step or two tell the change ``c`` of a group (of the
-    logarithm) with a noise ``s``, so it is believed by ``1 - s^2 / c^2`` (James and Stein's estimate, where
-    positive).
+    logarithm) with a noise ``s``, so it is believed by ``1 - s^2 / c^2``: what noise does not explain.
     """
 
     def __init__(self) -> None:

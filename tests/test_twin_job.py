@@ -104,7 +104,7 @@ def test_kills_cost_time_and_nothing_else(tmp_path: Path) -> None:
 @pytest.mark.timeout(400)
 def test_a_scorer_that_hangs_is_replaced(tmp_path: Path) -> None:
     """The only one stands still: nobody else could score, and it does not come back by itself."""
-    steps = 20
+    steps = 10
     job = twin_job(tmp_path, steps, **{"scorer.timeout_s": 30.0})
     with job.running():
         job.wait_for(lambda: job.version() >= 4, 120.0, "step 4")
