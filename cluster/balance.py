@@ -36,6 +36,8 @@ SLOWLY = 0.1
 LEAD = 0.1
 """Generators that take longer than learners by more than this share are not held back: what lies ready then
 came in a wave, and waits for the rest of its batch."""
+FULL = 0.8
+"""Of the KV memory: beyond it, what more groups side by side gain goes in prefixes that are computed again."""
 MOST_FLYING = 4.0
 """Times as many groups in flight as were seen: what more of them would do is not believed further."""
 
@@ -183,14 +185,13 @@ class Balance:
         """Of so many that the bound lets in, those that make progress; 0 if their number is not told.
 
         What the memory of ``generators`` does not hold queues there, or is parked and computed again: it
-        makes nobody faster. A batch of groups enters at once: then half a batch more fly than in the mean.
+        makes nobody faster.
         """
         if not self._told:
             return 0.0
         most, batch = (self._last.most, self._last.groups) if self._last is not None else (0, 0)
-        room = self._room.get() * generators
-        held = max(room - batch / 2, room / 2)
-        return max(1.0, min(groups, most or math.inf, held or math.inf))
+        room = FULL * self._room.get() * generators
+        return max(1.0, below(min(groups, most or math.inf), batch, room or math.inf))
 
     # -- predictions --------------------------------------------------------------------
 
@@ -310,6 +311,18 @@ class Balance:
                 noises.append(error * batch if generate > train else 0.0)
         noise = math.hypot(*noises) if len(noises) == 2 else None
         return Saving(steps[0] - steps[1], noise, model[0] - model[1])
+
+
+def below(mean: float, batch: float, room: float) -> float:
+    """Mean of what fits into ``room``, of groups in flight that fall from half a batch above their mean to as
+    much below it: a batch enters at once."""
+    high, low = mean + batch / 2, max(0.0, mean - batch / 2)
+    if room >= high:
+        return mean
+    if room <= low:
+        return room
+    full = (high - room) / (high - low)  # share of the time
+    return full * room + (1 - full) * (room + low) / 2
 
 
 def _rate(window: Sequence[Sample]) -> tuple[float, float | None]:
