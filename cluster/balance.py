@@ -37,7 +37,7 @@ LEAD = 0.1
 """Generators that take longer than learners by more than this share are not held back: what lies ready then
 came in a wave, and waits for the rest of its batch."""
 FULL = 0.8
-"""Of the KV memory: beyond it, what more groups side by side gain goes in prefixes that are computed again."""
+"""Of the KV memory: what more groups side by side gain beyond it goes in prefixes computed again."""
 MOST_FLYING = 4.0
 """Times as many groups in flight as were seen: what more of them would do is not believed further."""
 
