@@ -136,6 +136,7 @@ class Balance:
         generators, learners = max(1, counts["generator"]), max(1, counts["learner"])
         self._told = self._told or facts.open > 0
         made, ended = self._made(facts)
+        before = self._last.open if self._last is not None else 0
         self._last = facts
         pipeline = facts.open + facts.depth
         alpha = facts.groups / (pipeline + facts.groups) if pipeline and facts.groups else ALPHA
@@ -150,7 +151,7 @@ class Balance:
         grown = self.training.add(work)
         self.scoring.add(facts.scorer_busy_s)
         batch = (work, facts.scorer_busy_s, facts.row_tokens, max(1, facts.groups))
-        self.rows.add(batch, (facts.grown_tokens, made), shifted)
+        self.rows.add(batch, (facts.grown_tokens, made), (before, facts.open), shifted)
         self.fixed.add(facts.sync_s)
         told = facts.trained_tokens > 0 and facts.generated_tokens > 0
         self.sample = Sample(

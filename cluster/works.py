@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass, field
 from statistics import fmean, variance
 
-from cluster.running import ALPHA, Estimate, Ratio, Spread
+from cluster.running import ALPHA, Estimate, Ratio
 
 PRIOR = 0.5
 """Saturation until it is learned: an iteration reads the weights once for all sequences and each one's cache,
@@ -136,39 +136,46 @@ class Rows:
     """What training and scoring a group of the present load take, before one has been trained.
 
     Rows grow while groups roll out: what they gain per group made is what a group of the new load has, and a
-    token takes the seconds that it took until now. A step or two tell the change ``c`` of a group (of the
-    logarithm) with a noise ``s``, so it is believed by ``1 - s^2 / c^2``: what noise does not explain.
+    token takes the seconds that it took until now. Groups in flight count half, but those that entered
+    together are all at one unknown part of their way, so a few steps tell the change ``c`` of a group (of the
+    logarithm) with a noise ``s``; it is believed by ``1 - s^2 / c^2``, what noise does not explain.
     """
 
     def __init__(self) -> None:
         self._train_s = Ratio()  # per token of rows
         self._score_s = Ratio()
         self._trained = Ratio()  # tokens of rows, per group trained
-        self._grown = Ratio()  # tokens that rows gain, per group made; of the present load
-        self._spread = Spread()  # of the same, step by step
+        self._gained, self._made = 0, 0.0  # tokens of rows, and groups, since the shift
+        self._flying = (0, 0)  # groups in flight before the first of these steps, and after the last
         self._before = 0.0  # tokens of a group that was trained before the shift
 
     @property
     def known(self) -> bool:
         """Tokens of rows are told, of those trained and of those that grow."""
-        return self._train_s.made > 0 and self._grown.get() > 0
+        return self._train_s.made > 0 and self._gained > 0 and self._made > 0
 
-    def add(self, trained: tuple[float, float, int, int], grown: tuple[int, float], shifted: bool) -> None:
-        """A step: seconds of training, of scoring, tokens, groups of the batch; tokens gained, groups made.
+    def add(
+        self,
+        trained: tuple[float, float, int, int],
+        grown: tuple[int, float],
+        flying: tuple[int, int],
+        shifted: bool,
+    ) -> None:
+        """A step: seconds of training, of scoring, tokens, groups of the batch; tokens gained, groups made;
+        groups in flight before it and after.
 
         ``shifted``: this step and the one before differ from those before; that one may hold both loads.
         """
         train_s, score_s, tokens, groups = trained
         if shifted:
             self._before = self._trained.get()
-            self._grown = Ratio()
-            self._spread.restart()
+            self._gained, self._made, self._flying = 0, 0.0, flying
         if tokens > 0:
             self._train_s.add(train_s, tokens, ALPHA)
             self._score_s.add(score_s, tokens, ALPHA)
             self._trained.add(tokens, groups, ALPHA)
-        self._grown.add(*grown, ALPHA)
-        self._spread.add(grown[0] / grown[1] if grown[1] > 0 else 0.0)
+        self._gained, self._made = self._gained + grown[0], self._made + grown[1]
+        self._flying = (self._flying[0], flying[1])
 
     def works(self, groups: int) -> tuple[float, float]:
         """Seconds of training and of scoring so many groups."""
@@ -176,11 +183,11 @@ class Rows:
         return self._train_s.get() * tokens, self._score_s.get() * tokens
 
     def _tokens(self) -> float:
-        now, before = self._grown.get(), self._before
+        now, before = self._gained / self._made, self._before
         if before <= 0 or now == before:
             return now
         change = math.log(now / before)
-        noise = self._spread.get() * math.sqrt(self._grown.share())
+        noise = math.hypot(*self._flying) / math.sqrt(12) / self._made
         return before * math.exp(change * max(0.0, 1 - (noise / change) ** 2))
 
 

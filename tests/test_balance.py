@@ -1,5 +1,6 @@
 """The balance model where the pipeline's state decides: KV memory, and loads that nobody has trained yet."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -73,7 +74,7 @@ def step(n: int, *, trained: int, grown: int, learner_s: float, generator_s: flo
     """Eight groups are trained and eight are made; ``trained`` and ``grown``: tokens of their rows."""
     return StepFacts(
         step=n, step_s=10.0, rwt_s=0.0, twt_s=0.0, generator_busy_s=generator_s, learner_busy_s=learner_s,
-        groups=8, depth=8, open=8, generated_tokens=1000, trained_tokens=1000, row_tokens=trained,
+        groups=8, depth=8, open=1, generated_tokens=1000, trained_tokens=1000, row_tokens=trained,
         grown_tokens=grown,
     )  # fmt: skip
 
@@ -137,7 +138,19 @@ def test_of_a_shift_only_the_newest_step_counts() -> None:
     rows = Rows()
     assert not rows.known
     for shifted, grown in ((False, 4000), (False, 7000), (True, 10_000)):
-        rows.add((30.0, 3.0, 4000, 8), (grown, 8.0), shifted)
+        rows.add((30.0, 3.0, 4000, 8), (grown, 8.0), (0, 0), shifted)
     assert rows.known
-    assert rows.works(8) == pytest.approx((75.0, 7.5), rel=0.02)
-    assert rows.works(4) == pytest.approx((37.5, 3.75), rel=0.02)
+    assert rows.works(8) == pytest.approx((75.0, 7.5))
+    assert rows.works(4) == pytest.approx((37.5, 3.75))
+
+
+def test_a_change_is_believed_by_its_excess_over_what_groups_in_flight_may_hide() -> None:
+    def told(*flying: int) -> float:
+        rows = Rows()
+        rows.add((30.0, 3.0, 4000, 8), (4000, 8.0), (0, 0), False)
+        rows.add((30.0, 3.0, 4000, 8), (10_000, 8.0), (flying[0], flying[1]), True)
+        return rows.works(8)[0]
+
+    assert told(0, 0) == pytest.approx(75.0)
+    assert told(8, 8) == pytest.approx(30.0 * 2.5 ** (1 - (math.sqrt(2 / 12) / math.log(2.5)) ** 2))
+    assert told(40, 0) == pytest.approx(30.0), "anything could be"
