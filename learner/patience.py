@@ -56,21 +56,25 @@ class Patience:
         begun = time.monotonic()
         try:
             while True:
-                since = max(begun, self._heard.get(scorer, begun))
                 hangs = self._hangs_after(scorer)
                 limit = min(hangs, self._timeout_s * (ANSWER_SHARE if self._another(scorer) else 1.0))
-                left = since + limit - time.monotonic()
+                left = self._since(scorer, begun) + limit - time.monotonic()
                 if left <= 0:
                     await self._give_up(scorer, limit, hangs <= limit)
                 done, _ = await asyncio.wait({asked}, timeout=left)
                 if done:
                     found = self._result(scorer, asked)
-                    self._longest[scorer] = max(self._longest.get(scorer, 0.0), time.monotonic() - since)
+                    silence = time.monotonic() - self._since(scorer, begun)  # others were answered meanwhile
+                    self._longest[scorer] = max(self._longest.get(scorer, 0.0), silence)
                     self._heard[scorer] = time.monotonic()
                     self._given_up.pop(scorer, None)
                     return found
         finally:
             asked.cancel()
+
+    def _since(self, scorer: int, begun: float) -> float:
+        """From when on it has answered nobody, as one who asked at ``begun`` sees it."""
+        return max(begun, self._heard.get(scorer, begun))
 
     def _result(self, scorer: int, asked: "asyncio.Task[T]") -> T:
         if asked.cancelled():
