@@ -93,7 +93,8 @@ class EvalBook:
         """Wait for a suite. Raises TimeoutError naming how many tasks are missing."""
         book = self._suites[suite]
         try:
-            await asyncio.wait_for(book.done.wait(), deadline_s)
+            async with asyncio.timeout(deadline_s):
+                await book.done.wait()
         except TimeoutError:
             missing = book.total - len(book.episodes)
             raise TimeoutError(

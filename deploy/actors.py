@@ -154,7 +154,8 @@ class Actors:
         closing = [h.close.remote() for n, h in self.handles.items() if n.startswith("generator")]
         closing += [h.stop.remote() for n, h in self.handles.items() if n.startswith("worker")]
         with contextlib.suppress(Exception):  # what is gone already need not be told so
-            await asyncio.wait_for(asyncio.gather(*closing, return_exceptions=True), deadline_s)
+            async with asyncio.timeout(deadline_s):
+                await asyncio.gather(*closing, return_exceptions=True)
         with contextlib.suppress(Exception):
             kill(list(self.handles.values()))
         self.handles.clear()

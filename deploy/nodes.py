@@ -230,8 +230,9 @@ class Keeper:
         """Wait until it can take up its role (``have`` tells it from then on), or is no more."""
         while name in self.actors.handles and self.actors.handles[name] is handle:
             try:
-                if await asyncio.wait_for(handle.ready.remote(), ASK_S):
-                    break
+                async with asyncio.timeout(ASK_S):
+                    if await handle.ready.remote():
+                        break
             except (RayActorError, RayTaskError, TimeoutError):  # its supervision deals with that
                 pass
             await asyncio.sleep(POLL_S)

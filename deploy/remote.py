@@ -76,7 +76,8 @@ class ControllerActor:
             await queue.aclose()
 
     async def _live(self) -> Controller:
-        await asyncio.wait_for(self._started.wait(), START_DEADLINE_S)
+        async with asyncio.timeout(START_DEADLINE_S):
+            await self._started.wait()
         assert self._controller is not None
         return self._controller
 

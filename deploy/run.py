@@ -320,8 +320,12 @@ class Job:
                 last_first.push_async_callback(asyncio.to_thread, self.server.stop)
             last_first.push_async_callback(self._end_actors)
             if supervisor is not None:
-                last_first.push_async_callback(supervisor.stop)
+                last_first.push_async_callback(self._end_watch, supervisor)
             last_first.callback(self.view.stop)
+
+    async def _end_watch(self, supervisor: Supervisor) -> None:
+        for name in await supervisor.stop():
+            self.view.note(f"the watch over {name} has not ended; the job is taken down without it")
 
     async def _end_actors(self) -> None:
         if self.actors is None:
@@ -329,4 +333,5 @@ class Job:
         await self.actors.end_all(STOP_DEADLINE_S)
         if self.actors.seats is not None:
             with contextlib.suppress(Exception):  # what is gone already need not be told so
-                await asyncio.to_thread(self.actors.seats.release)
+                async with asyncio.timeout(STOP_DEADLINE_S):
+                    await asyncio.to_thread(self.actors.seats.release)

@@ -8,13 +8,15 @@ that neither a second Ctrl-C nor anything else cuts it short. Exit codes follow 
 import asyncio
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+AGAIN_S = 0.5
 
 
 class Terminated(KeyboardInterrupt):
@@ -73,6 +75,20 @@ class Stopper:
         self._on_first()
         if self._task is not None:
             self._task.cancel()
+
+
+async def cancelled(tasks: Iterable["asyncio.Task[Any]"], deadline_s: float) -> set["asyncio.Task[Any]"]:
+    """Cancel tasks and wait until they have ended; returns those that have not within ``deadline_s``.
+
+    Libraries lose a cancellation now and then (one that arrives together with an answer), so it is
+    repeated. What a task raises at its end is dropped.
+    """
+    left, until = set(tasks), time.monotonic() + deadline_s
+    while left and (rest := until - time.monotonic()) > 0:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=min(AGAIN_S, rest))
+    return left
 
 
 async def settled(work: Awaitable[T]) -> T:

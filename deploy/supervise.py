@@ -16,6 +16,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from cluster.errors import ConfigError, SpringtideError, TooManyFailures
 from cluster.processes import REPLACED
+from deploy.signals import cancelled
 
 CALM_S = 60.0
 """An actor that ran this long is healthy again: its restart count starts anew."""
@@ -31,6 +32,9 @@ RETURN_S = 300.0
 """How long Ray may take to start a dead actor's next process."""
 
 RETURN_POLL_S = 0.2
+
+STOP_S = 10.0
+"""What a watcher may take to end; the job is taken down without it then."""
 
 
 class ComponentFailed(SpringtideError, RuntimeError):
@@ -106,14 +110,13 @@ class Supervisor:
         self._tasks[name] = asyncio.create_task(watcher, name=name)
         return result
 
-    async def stop(self) -> None:
-        """Stop watching; actors may end from now on."""
+    async def stop(self) -> list[str]:
+        """Stop watching; actors may end from now on. Returns the watchers that would not end."""
         self._stopping = True
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        left = await cancelled(self._tasks.values(), STOP_S)
         if not self.failed.done():
             self.failed.cancel()
+        return [task.get_name() for task in left]
 
     async def _watch(
         self,
@@ -180,7 +183,8 @@ async def returned(handle: Any) -> bool:
     deadline = time.monotonic() + RETURN_S
     while time.monotonic() < deadline:
         try:
-            await asyncio.wait_for(handle.__ray_ready__.remote(), deadline - time.monotonic())
+            async with asyncio.timeout(deadline - time.monotonic()):
+                await handle.__ray_ready__.remote()
             return True
         except (ActorUnavailableError, TimeoutError):
             await asyncio.sleep(RETURN_POLL_S)
@@ -194,7 +198,8 @@ async def answer(name: str, call: Callable[[], Any], deadline_s: float) -> Any:
     deadline = time.monotonic() + deadline_s
     while True:
         try:
-            return await asyncio.wait_for(call(), max(0.1, deadline - time.monotonic()))
+            async with asyncio.timeout(max(0.1, deadline - time.monotonic())):
+                return await call()
         except (RayActorError, TimeoutError) as error:
             if time.monotonic() >= deadline:
                 raise ComponentFailed(f"{name} did not answer within {deadline_s:.0f} s: {error}") from error

@@ -1,6 +1,7 @@
 """The driver's side of elastic ranks, over fakes: nodes that come and go, actors made and ended, deaths."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -301,6 +302,35 @@ def supervisor(events: list[tuple[str, str]], max_restarts: int = 2) -> Supervis
 async def settle() -> None:
     for _ in range(50):
         await asyncio.sleep(0)
+
+
+async def test_a_cancellation_that_arrives_with_the_answer_is_not_lost() -> None:
+    reply: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    asking = asyncio.create_task(supervise.answer("controller", lambda: reply, 5.0))
+    await asyncio.sleep(0)
+    reply.set_result(1)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+
+
+async def test_stopping_names_the_watchers_that_would_not_end(
+    quick: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise, "STOP_S", 0.1)
+    leave = asyncio.Event()
+
+    async def stay() -> None:
+        while not leave.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await leave.wait()
+
+    watching = supervisor(quick)
+    watching.watch("learner-0", FakeHandle(None))
+    watching.adopt("nodes", stay())
+    await settle()
+    assert await watching.stop() == ["nodes"]
+    leave.set()
 
 
 async def test_a_replaced_process_is_no_death(quick: list[tuple[str, str]]) -> None:

@@ -1,12 +1,14 @@
 """The first signal cancels, later ones change nothing, and what cleans up is never cut short."""
 
 import asyncio
+import contextlib
 import os
 import signal
 
 import pytest
 
-from deploy.signals import Stopper, Terminated, settled, sigterm_raises
+from deploy import signals
+from deploy.signals import Stopper, Terminated, cancelled, settled, sigterm_raises
 
 
 async def test_cleaning_up_outlives_every_cancellation() -> None:
@@ -41,6 +43,42 @@ async def test_an_error_of_the_work_passes_and_is_kept_behind_a_cancellation() -
     with pytest.raises(asyncio.CancelledError) as caught:
         await task
     assert isinstance(caught.value.__cause__, OSError)
+
+
+async def test_a_lost_cancellation_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "AGAIN_S", 0.01)
+    losses = [0]
+
+    async def lose(count: int) -> None:
+        while True:
+            try:
+                await asyncio.sleep(30)
+            except asyncio.CancelledError:
+                losses[0] += 1
+                if losses[0] > count:
+                    raise
+
+    task, other = asyncio.create_task(lose(3)), asyncio.create_task(asyncio.sleep(30))
+    await asyncio.sleep(0)
+    assert await cancelled([task, other], 5.0) == set()
+    assert task.cancelled() and other.cancelled() and losses == [4]
+    assert await cancelled([task], 5.0) == set() and await cancelled([], 5.0) == set()
+
+
+async def test_a_task_that_never_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "AGAIN_S", 0.01)
+    leave = asyncio.Event()
+
+    async def stay() -> None:
+        while not leave.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await leave.wait()
+
+    task, other = asyncio.create_task(stay()), asyncio.create_task(asyncio.sleep(30))
+    await asyncio.sleep(0)
+    assert await cancelled([task, other], 0.1) == {task} and other.cancelled()
+    leave.set()
+    await task
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
