@@ -195,19 +195,28 @@ class RequestCore(Replica):
     # -- watching ---------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Notice death, end requests past their deadline, forget callers that left."""
-        while not self.dead.is_set():
-            await asyncio.sleep(_WATCH_S)
-            if self._llm is None or self._llm.errored:
-                await self._fail("the engine process ended")
-                return
-            now = time.monotonic()
-            late = [pending for pending in self._pending.values() if pending.deadline < now]
-            await self._withdraw(late)
-            for pending in late:
-                self._pending.pop((pending.caller, pending.request.id), None)
-                self._refuse_late(pending.caller, pending.request)
-            self._forget_callers()
+        """Notice death, end requests past their deadline, forget callers that left.
+
+        An engine that nobody can watch any more is dead: it would seem healthy for ever.
+        """
+        try:
+            while not self.dead.is_set():
+                await asyncio.sleep(_WATCH_S)
+                if self._llm is None or self._llm.errored:
+                    await self._fail("the engine process ended")
+                    return
+                await self._end_late()
+                self._forget_callers()
+        except Exception as error:
+            await self._fail(f"it cannot be watched: {error!r}")
+
+    async def _end_late(self) -> None:
+        now = time.monotonic()
+        late = [pending for pending in self._pending.values() if pending.deadline < now]
+        await self._withdraw(late)
+        for pending in late:
+            self._pending.pop((pending.caller, pending.request.id), None)
+            self._refuse_late(pending.caller, pending.request)
 
     async def _fail(self, reason: str) -> None:
         """Die: answer everything outstanding, once."""

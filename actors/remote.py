@@ -193,6 +193,7 @@ class EnvWorkerActor:
         self.run_id = run_id
         self.log_folder = Path(log_folder)
         self.worker: Worker | None = None
+        self._stopping = False
 
     @sole
     async def run(self) -> None:
@@ -222,6 +223,8 @@ class EnvWorkerActor:
                 reward=Reward(config.reward.weights),
                 seeded=config.generator.seeded,
             )
+            if self._stopping:
+                return
             await self.worker.run()
         finally:
             await router.aclose()
@@ -229,7 +232,8 @@ class EnvWorkerActor:
             await queue.aclose()
 
     async def stop(self) -> None:
-        """End ``run`` in good order."""
+        """End ``run`` in good order, also if it is still starting."""
+        self._stopping = True
         if self.worker is not None:
             self.worker.stop()
 

@@ -151,11 +151,12 @@ class Actors:
 
     async def end_all(self, deadline_s: float) -> None:
         """End every actor, engines and workers in good order as far as ``deadline_s`` allows."""
-        closing = [h.close.remote() for n, h in self.handles.items() if n.startswith("generator")]
-        closing += [h.stop.remote() for n, h in self.handles.items() if n.startswith("worker")]
         with contextlib.suppress(Exception):  # what is gone already need not be told so
+            closing = [h.close.remote() for n, h in self.handles.items() if n.startswith("generator")]
+            closing += [h.stop.remote() for n, h in self.handles.items() if n.startswith("worker")]
             async with asyncio.timeout(deadline_s):
                 await asyncio.gather(*closing, return_exceptions=True)
-        with contextlib.suppress(Exception):
-            kill(list(self.handles.values()))
+        for handle in self.handles.values():
+            with contextlib.suppress(Exception):
+                kill([handle])
         self.handles.clear()

@@ -26,7 +26,7 @@ from actors.tokenizer import Tokenizer
 from actors.worker import Worker
 from cluster.config import Config
 from cluster.controller import Controller, codec_plain
-from cluster.errors import CheckpointDamaged, ConfigError, EnvFailed
+from cluster.errors import CheckpointDamaged, ConfigError, EngineFailed, EnvFailed
 from cluster.evaluation import Z95
 from cluster.memory import MemoryQueue
 from cluster.messages import EvalEpisode, EvalSummary, GeneratorHealth
@@ -192,8 +192,12 @@ def run_suites(config: Config, model: Path, phase: Phase = _quiet) -> Suites:
 
 
 async def _interruptible(config: Config, model: Path, phase: Phase) -> Suites:
-    """Ctrl-C and SIGTERM clean up, then leave at once: a model that loads in a thread cannot be stopped."""
+    """Ctrl-C and SIGTERM clean up, then leave at once: a model that loads in a thread cannot be stopped.
+
+    When an engine does not start, that thread is freed by the end of the process that it waits for.
+    """
     stopper = Stopper()
+    others = psutil.Process().children()
     try:
         prefix = f"springtide-{os.getpid()}-eval-"
         with tempfile.TemporaryDirectory(prefix=prefix, dir=temporary_root()) as folder:
@@ -202,10 +206,20 @@ async def _interruptible(config: Config, model: Path, phase: Phase) -> Suites:
     except asyncio.CancelledError:
         sys.stderr.write("springtide: interrupted\n")
         sys.stderr.flush()
-        for child in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
+        _kill_children()
         os._exit(stopper.exit_code)
+    except EngineFailed:
+        _kill_children(others)
+        raise
+
+
+def _kill_children(spare: Sequence[psutil.Process] = ()) -> None:
+    """End every process below this one, but for the children in ``spare``."""
+    for child in psutil.Process().children():
+        if child not in spare:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for process in (*child.children(recursive=True), child):
+                    process.kill()
 
 
 async def _run_suites(config: Config, model: Path, folder: Path, phase: Phase) -> Suites:

@@ -18,8 +18,10 @@ from ray.exceptions import AuthenticationError, RayError
 from cluster.config import ClusterConfig, Config
 from cluster.errors import ConfigError, RayFailed
 from deploy.paths import temporary_root
+from deploy.signals import bounded
 
 GRACE_S = 5.0
+SHUTDOWN_S = 30.0
 TOKEN_REMEDY = "is the cluster's token in RAY_AUTH_TOKEN or ~/.ray/auth_token?"
 AUTH_MODE = "RAY_AUTH_MODE"
 GCS_WAIT_S = 10.0
@@ -154,7 +156,7 @@ def stop(folder: Path | None, spare: Container[int] = ()) -> list[str]:
     for child in ours:
         with contextlib.suppress(psutil.NoSuchProcess):
             below += child.children(recursive=True)
-    ray.shutdown()
+    bounded(ray.shutdown, SHUTDOWN_S)  # one that hangs is freed by the end of what it waits for
     _, alive = psutil.wait_procs(below, timeout=GRACE_S)
     left = []
     for process in alive:

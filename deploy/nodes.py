@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 import psutil
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError
 
 from cluster import codec
 from cluster.config import Config
@@ -233,7 +233,7 @@ class Keeper:
                 async with asyncio.timeout(ASK_S):
                     if await handle.ready.remote():
                         break
-            except (RayActorError, RayTaskError, TimeoutError):  # its supervision deals with that
+            except (RayError, TimeoutError):  # its supervision deals with that
                 pass
             await asyncio.sleep(POLL_S)
         if self._starting.get(name) is asyncio.current_task():

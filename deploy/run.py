@@ -28,7 +28,7 @@ from cluster.stream import RedisQueue
 from cluster.trace import Trace
 from cluster.types import Weights
 from cluster.valkey import ValkeyServer
-from deploy import local, watchdog
+from deploy import local, signals, watchdog
 from deploy.actors import Actors, starting_names, worker_names
 from deploy.advice import Advice
 from deploy.cpu import CpuMeter
@@ -37,7 +37,7 @@ from deploy.nodes import Keeper
 from deploy.paths import RunFolder, temporary_root
 from deploy.placement import Node, Seats, seat_all
 from deploy.report import write_report
-from deploy.signals import Stopper, settled
+from deploy.signals import Stopper, bounded, cancelled, settled
 from deploy.suites import Suites
 from deploy.summary import closing_rows, summarise_run
 from deploy.supervise import ComponentFailed, Supervisor, answer
@@ -60,7 +60,7 @@ def train(
     stopper = stopper or Stopper()
     job = Job(config, folder, model, view)
     job.restore_signals = stopper.install  # Ray's own handlers replace ours
-    return asyncio.run(stopper.run(job.run()))
+    return signals.run(stopper.run(job.run()))
 
 
 class Job:
@@ -277,8 +277,7 @@ class Job:
                 supervisor.failed.result()
             await task
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await cancelled([task], STOP_DEADLINE_S)
 
     def _event(self, event: str, fields: dict[str, Any]) -> None:
         self.trace(event, fields)
@@ -333,5 +332,4 @@ class Job:
         await self.actors.end_all(STOP_DEADLINE_S)
         if self.actors.seats is not None:
             with contextlib.suppress(Exception):  # what is gone already need not be told so
-                async with asyncio.timeout(STOP_DEADLINE_S):
-                    await asyncio.to_thread(self.actors.seats.release)
+                await asyncio.to_thread(bounded, self.actors.seats.release, STOP_DEADLINE_S)

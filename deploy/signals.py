@@ -8,6 +8,7 @@ that neither a second Ctrl-C nor anything else cuts it short. Exit codes follow 
 import asyncio
 import signal
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AGAIN_S = 0.5
+LEAVE_S = 10.0
+"""What tasks may take to end after the work that is run."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -35,6 +38,21 @@ def sigterm_raises() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """``asyncio.run``, except that a task which will not end is named and left behind after ``LEAVE_S``."""
+    loop = asyncio.new_event_loop()
+    try:
+        asyncio.set_event_loop(loop)
+        return loop.run_until_complete(work)
+    finally:
+        for task in loop.run_until_complete(cancelled(asyncio.all_tasks(loop), LEAVE_S)):
+            sys.stderr.write(f"springtide: {task.get_name()} has not ended and is left behind\n")
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.run_until_complete(loop.shutdown_default_executor())
+        asyncio.set_event_loop(None)
+        loop.close()
 
 
 class Stopper:
@@ -87,8 +105,33 @@ async def cancelled(tasks: Iterable["asyncio.Task[Any]"], deadline_s: float) -> 
     while left and (rest := until - time.monotonic()) > 0:
         for task in left:
             task.cancel()
-        _, left = await asyncio.wait(left, timeout=min(AGAIN_S, rest))
+        done, left = await asyncio.wait(left, timeout=min(AGAIN_S, rest))
+        for task in done:
+            if not task.cancelled():
+                task.exception()  # seen
     return left
+
+
+def bounded(work: Callable[[], object], deadline_s: float) -> bool:
+    """Run ``work`` in a thread that nobody has to wait for; False if it has not ended by then.
+
+    A thread of ``asyncio.to_thread`` would be waited for by the end of the loop, and of the interpreter.
+    Raises what ``work`` raises.
+    """
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="bounded", daemon=True)
+    thread.start()
+    thread.join(deadline_s)
+    if raised:
+        raise raised[0]
+    return not thread.is_alive()
 
 
 async def settled(work: Awaitable[T]) -> T:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 from cluster.errors import ConfigError, SpringtideError, TooManyFailures
 from cluster.processes import REPLACED
@@ -66,7 +66,7 @@ class Supervisor:
         self._retired.discard(name)
         if late:
             self._late.add(name)
-        self._tasks[name] = asyncio.create_task(self._watch(name, handle, arguments), name=name)
+        self.adopt(name, self._watch(name, handle, arguments))
 
     def forget(self, name: str) -> None:
         """Watch this one no more: its node is gone, or it is about to be ended."""
@@ -87,13 +87,13 @@ class Supervisor:
                 await stop()
                 await asyncio.wait({task})
                 return True
-        except (TimeoutError, RayActorError, RayTaskError):
+        except (TimeoutError, RayError):
             return False
         finally:
             self.forget(name)
 
     def adopt(self, name: str, work: Coroutine[Any, Any, None]) -> None:
-        """Run a watcher of another kind; if it raises, the job fails with its cause."""
+        """Run a watcher; if it raises, the job fails with its cause."""
 
         async def guarded() -> None:
             try:
@@ -106,8 +106,7 @@ class Supervisor:
     def run_to_end(self, name: str, handle: Any) -> asyncio.Future[Any]:
         """Like ``watch`` for an actor whose ``run`` has an end: the future holds its result."""
         result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        watcher = self._watch(name, handle, (), result)
-        self._tasks[name] = asyncio.create_task(watcher, name=name)
+        self.adopt(name, self._watch(name, handle, (), result))
         return result
 
     async def stop(self) -> list[str]:
@@ -143,18 +142,19 @@ class Supervisor:
                         return
                     continue
                 cause = "its run ended although the job goes on"
-            except RayTaskError as error:
-                cause = f"{type(error.cause).__name__}: {error.cause}" if error.cause else str(error)
-                begins = first and name not in self._late
-                if begins or isinstance(error.cause, (ConfigError, TooManyFailures)):
-                    self._fail(name, cause, getattr(error.cause, "boundary", ""))
-                    return
-            except RayActorError as error:
-                cause, detail = "its process is gone", str(error)
+            except RayError as error:
+                if name in self._retired:
+                    return  # it died of being told to end
+                if isinstance(error, RayActorError) and not isinstance(error, RayTaskError):
+                    cause, detail = "its process is gone", str(error)
+                else:
+                    cause, raised = cause_of(error), getattr(error, "cause", None)
+                    begins = first and name not in self._late
+                    if begins or isinstance(raised, (ConfigError, TooManyFailures)):
+                        self._fail(name, cause, getattr(raised, "boundary", ""))
+                        return
             finally:
                 settled.cancel()
-            if name in self._retired:
-                return  # it died of being told to end
             in_a_row = 1 if time.monotonic() - begun > CALM_S else in_a_row + 1
             self.restarts[name] = self.restarts.get(name, 0) + 1
             told = {"component": name, "cause": cause, "in_a_row": in_a_row, "detail": detail}
@@ -173,6 +173,15 @@ class Supervisor:
         error.boundary = boundary or error.boundary
         if not self.failed.done():
             self.failed.set_exception(error)
+
+
+def cause_of(error: RayError) -> str:
+    """What a component raised. Of an error that cannot be handed over Ray tells the text alone, last."""
+    raised = getattr(error, "cause", None)
+    if isinstance(error, RayTaskError) and not raised:
+        return str(error)
+    said = str(raised) if raised else str(error).rstrip().rpartition("\n")[2]
+    return f"{type(raised or error).__name__}: {said}"
 
 
 async def returned(handle: Any) -> bool:
@@ -204,9 +213,8 @@ async def answer(name: str, call: Callable[[], Any], deadline_s: float) -> Any:
             if time.monotonic() >= deadline:
                 raise ComponentFailed(f"{name} did not answer within {deadline_s:.0f} s: {error}") from error
             await asyncio.sleep(0.3)
-        except RayTaskError as error:
-            cause = f"{type(error.cause).__name__}: {error.cause}" if error.cause else str(error)
-            raise ComponentFailed(f"{name}: {cause}") from error
+        except RayError as error:
+            raise ComponentFailed(f"{name}: {cause_of(error)}") from error
 
 
 def kill(handles: list[Any]) -> None:

@@ -7,6 +7,7 @@ shard; a checkpoint is the other way there.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
@@ -218,7 +219,12 @@ class LearnerGroup:
         """A rank that left gives its memory back: a fresh process waits in its place."""
         info = await self._info(rank)
         if info is not None and info[1] != FRESH:
-            await asyncio.gather(rank.replace(), return_exceptions=True)
+            await self._replace(rank)
+
+    async def _replace(self, rank: RankPort) -> None:
+        """Tell its process to end; whether it has is seen by asking it who it is."""
+        with contextlib.suppress(LearnerLost):
+            await self._all([rank.replace()], INFO_DEADLINE_S)
 
     async def _freshen(self, timeout: float) -> None:
         """End every process that has joined a group before; wait until each rank is a fresh one.
@@ -236,7 +242,7 @@ class LearnerGroup:
             for rank, info in zip(self.ranks, infos, strict=True):
                 if info is not None and info[1] != FRESH and info[0] not in ended:
                     ended.add(info[0])
-                    await asyncio.gather(rank.replace(), return_exceptions=True)
+                    await self._replace(rank)
             if time.monotonic() > deadline:
                 raise LearnerLost(f"learner ranks did not come back within {timeout:.0f} s")
             await asyncio.sleep(0.3)
@@ -288,13 +294,18 @@ class LearnerGroup:
         finally:
             for task in tasks:
                 task.cancel()  # those that have not ended
-        failed = {tasks.index(task): error for task in done if (error := task.exception()) is not None}
+        failed = {tasks.index(task): error for task in done if (error := _error_of(task)) is not None}
         if failed:
             rank, error = min(failed.items())
             raise LearnerLost(f"learner rank {rank}: {type(error).__name__}: {error}") from error
         if pending:
             raise LearnerLost(f"{len(pending)} learner ranks did not answer within {timeout:.0f} s")
         return [task.result() for task in tasks]
+
+
+def _error_of(task: "asyncio.Future[T]") -> BaseException | None:
+    """Why a call failed; one that somebody cancelled has failed, too: who waits for it goes on."""
+    return ConnectionError("the call was cancelled") if task.cancelled() else task.exception()
 
 
 def _same(versions: Sequence[int], verb: str) -> int:

@@ -1,7 +1,7 @@
 """One Valkey server for the whole test session; property tests that repeat.
 
-Property tests try the same examples every time, so that a change is judged by what it changed, and no example
-has a deadline of its own: a busy machine is no fault.
+Property tests try the same examples every time, so that a change is judged by what it changed, and neither an
+example nor the making of one has a deadline of its own: a busy machine is no fault.
 ``HYPOTHESIS_PROFILE=search`` looks for new ones.
 """
 
@@ -12,12 +12,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from cluster.valkey import ValkeyServer
 
-settings.register_profile("repeatable", derandomize=True, deadline=None)
-settings.register_profile("search", deadline=None)
+PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("repeatable", derandomize=True, **PATIENT)
+settings.register_profile("search", **PATIENT)
 # A shell starts what runs in its background with SIGINT ignored, and so would be every command under test.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -154,7 +154,8 @@ class Job:
                 self.process.kill()
                 self.process.wait()
         for process in self.remains():
-            process.kill()
+            with suppress(psutil.NoSuchProcess):  # it has just ended by itself
+                process.kill()
 
     def tail(self, lines: int = 40) -> str:
         """The end of what the driver printed and of the trace."""
@@ -186,6 +187,14 @@ class Job:
                 continue
         self._seen = {process for process in self._seen if lives(process)}
         return sorted(self._seen, key=lambda process: int(process.pid))
+
+    def gone(self, timeout_s: float) -> None:
+        """Wait until no process of the job is left; fails after ``timeout_s``."""
+        deadline = time.monotonic() + timeout_s
+        while left := self.remains():
+            if time.monotonic() > deadline:
+                pytest.fail(f"still there after {timeout_s:.0f} s: {[told(p) for p in left]}")
+            time.sleep(0.2)
 
     # -- its files ----------------------------------------------------------------------
 
@@ -226,7 +235,9 @@ class Job:
         finally:
             server.stop()
 
-    def wait_for(self, condition: Callable[[], Any], timeout_s: float, what: str = "") -> Any:
+    def wait_for(
+        self, condition: Callable[[], Any], timeout_s: float, what: str = "", poll_s: float = 0.2
+    ) -> Any:
         """Poll until ``condition`` holds; fails when the driver ends or the time is over."""
         deadline = time.monotonic() + timeout_s
         while not (value := condition()):
@@ -235,7 +246,7 @@ class Job:
                 pytest.fail(f"the driver ended with {self.process.returncode} {what}\n{self.tail()}")
             if time.monotonic() > deadline:
                 pytest.fail(f"not within {timeout_s:.0f} s: {what}\n{self.tail()}")
-            time.sleep(0.2)
+            time.sleep(poll_s)
         return value
 
 
@@ -251,6 +262,14 @@ def scale(job: Job, *words: str, code: int = 0) -> str:
     greeting, _, said = done.stdout.partition("\n")
     assert greeting == f"connecting to {job.folder.path.name} ..."
     return said
+
+
+def told(process: psutil.Process) -> tuple[int, str, list[str]]:
+    """Process id, name and first words of a process that may end at any moment."""
+    try:
+        return process.pid, process.name(), process.cmdline()[:4]
+    except psutil.Error:
+        return process.pid, "has ended", []
 
 
 def lives(process: psutil.Process) -> bool:

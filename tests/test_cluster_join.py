@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ import pytest
 from deploy.launch import send_token
 from deploy.local import foreign_nodes
 from tests.jobs import Job
+
+START_S = 240.0
+GONE_S = 60.0  # from the driver's end to the end of its last actor, which the cluster's raylet sees to
 
 # Printed by a process that joins the cluster and looks at it from outside.
 LOOK = """
@@ -49,7 +53,7 @@ class Cluster:
         """What is in use, as a newcomer sees it."""
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", LOOK, self.address],
-            capture_output=True, text=True, timeout=120, check=True,
+            capture_output=True, text=True, timeout=240, check=True,
             env=dict(os.environ, RAY_AUTH_MODE="token"),
         )  # fmt: skip
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -84,36 +88,37 @@ def cluster() -> Iterator[Cluster]:
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         try:
-            yield Cluster(f"127.0.0.1:{port}", head)
+            found = Cluster(f"127.0.0.1:{port}", head)
+            deadline = time.monotonic() + START_S
+            while not _listens(found.address):
+                assert head.poll() is None, "ray start failed"
+                assert time.monotonic() < deadline, "ray start takes too long"
+                time.sleep(0.3)
+            yield found
         finally:
             below = psutil.Process(head.pid).children(recursive=True)
             head.terminate()
             head.wait(60)
             for process in psutil.wait_procs(below, timeout=10)[1]:
-                process.kill()
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
 
 
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.vllm
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1500)
 def test_a_job_in_a_running_cluster(cluster: Cluster, tmp_path: Path) -> None:
-    deadline = time.monotonic() + 90.0
-    while not _listens(cluster.address):
-        assert cluster.head.poll() is None, "ray start failed"
-        assert time.monotonic() < deadline, "ray start takes too long"
-        time.sleep(0.3)
     before = cluster.look()
     job = Job(tmp_path, steps=2, **{"cluster.address": cluster.address})
     with job.running():
-        worker = job.wait_for(lambda: job.processes().get("worker-0"), 250.0, "a worker")
+        worker = job.wait_for(lambda: job.processes().get("worker-0"), 500.0, "a worker")
         assert "working_dir_files" in worker.cwd(), "actors run in the uploaded working directory"
         assert cluster.head.pid in [p.pid for p in worker.parents()], "actors run in the joined cluster"
-        assert job.wait(300.0) == 0, job.tail()
-        remains = [p.cmdline() for p in job.remains()]
+        assert job.wait(600.0) == 0, job.tail()
+        job.gone(GONE_S)
     assert job.summary()["ledger"]["balanced"]
     assert job.version() == 2
-    assert not remains
     assert cluster.head.poll() is None, "the cluster was taken down"
     after = _settled(cluster, before)
     assert not after["actors"]
@@ -123,14 +128,14 @@ def test_a_job_in_a_running_cluster(cluster: Cluster, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ray
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(900)
 def test_a_wrong_token_is_refused_with_one_line(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
     job = Job(tmp_path, steps=2, **{"cluster.address": cluster.address})
     with job.running():
-        assert job.wait(120.0) == 2, job.tail()
+        assert job.wait(360.0) == 2, job.tail()
     last = job.log.read_text().splitlines()[-1]
     assert last.startswith(f"springtide: config: cluster.address = '{cluster.address}': ")
     assert "RAY_AUTH_TOKEN" in last
@@ -183,7 +188,7 @@ def _listens(address: str) -> bool:
 
 def _settled(cluster: Cluster, before: dict[str, Any]) -> dict[str, Any]:
     """The cluster's state once its resources are free again, or as it is after some seconds."""
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 60.0
     while True:
         found = cluster.look()
         if found["free"] == before["free"] or time.monotonic() > deadline:

@@ -31,7 +31,12 @@ from cluster.errors import ConfigError, StaleEpoch, WeightsFailed
 from cluster.types import Completion, Request, Sampling, StopReason, Weights, floats, ids, pack_ids
 from cluster.weights_file import write_weights
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),  # the first test of a module's fixture starts an engine
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
 TOKENS, ROWS, LENGTH = 60, 64, 512
 CONFIG = GeneratorConfig(max_num_seqs=32, kv_cache_gb=0.25, request_timeout_s=60.0)
@@ -267,25 +272,52 @@ async def test_damaged_or_foreign_files_leave_the_old_weights_serving(
     assert {s.version for c in after.values() for s in c.versions} == {version}
 
 
-async def test_new_weights_in_flight(engine: Engine, tmp_path: Path) -> None:
+async def flown(engine: Engine, weights: Weights, old: int) -> list[Completion]:
+    """Four long completions, under way when the order to load ``weights`` is given."""
+    name = f"flight-{old}"
+    await engine.submit(name, [request(f"{n}", [n + 1] * 40, 400) for n in range(4)])
+    async with asyncio.timeout(60):
+        while engine.stats().kv_usage == 0:
+            await asyncio.sleep(0.002)
+
+    async def loaded() -> tuple[int, float]:
+        return await engine.load_weights(weights, epoch=1), time.time()
+
+    load = asyncio.create_task(loaded())
+    await asyncio.sleep(0.005)
+    got = await answers(engine, [request("during", prompts(1)[0], 8)], caller="late")
+    version, at = await load
+    assert version == old + 1
+    assert {s.version for s in got["during"].versions} in ({old}, {old + 1})
+    flight: list[Completion] = []
+    async with asyncio.timeout(120):
+        while len(flight) < 4:
+            flight += await engine.collect(name, 30.0)
+    for completion in flight:
+        versions = [span.version for span in completion.versions]
+        assert versions in ([old], [old, old + 1], [old + 1])
+        # Half a second: what had ended may be told after the load, if this process had to wait.
+        assert versions != [old] or completion.t_end <= at + 0.5, "it went on under new weights, untold"
+    return flight
+
+
+async def test_new_weights_in_flight(engine: Engine, model: LlamaForCausalLM, tmp_path: Path) -> None:
     other = make_model(tmp_path, seed=1)
     old = engine.version
     sent = [request(f"{n}", p, 8, temperature=0.0) for n, p in enumerate(prompts(4))]
     before = await answers(engine, sent)
-    await engine.submit("flight", [request(f"{n}", [n + 1] * 40, 400) for n in range(4)])
-    while engine.stats().kv_usage == 0:
-        await asyncio.sleep(0.02)
-    load = asyncio.create_task(engine.load_weights(publish(tmp_path / "new", other, old + 1), epoch=1))
-    await asyncio.sleep(0.005)
-    got = await answers(engine, [request("during", prompts(1)[0], 8)], caller="late")
-    assert await load == old + 1
-    assert {s.version for s in got["during"].versions} in ({old}, {old + 1})
-    flight: list[Completion] = []
-    while len(flight) < 4:
-        flight += await engine.collect("flight", 30.0)
+    for _ in range(5):  # where this process had to wait, all may have ended before the weights were there
+        flight = await flown(engine, publish(tmp_path / f"new-{old + 1}", other, old + 1), old)
+        mixed = [[s.version for s in completion.versions] == [old, old + 1] for completion in flight]
+        if all(mixed):
+            break
+        assert engine.version == old + 1
+        restored = publish(tmp_path / f"old-{old + 2}", model, old + 2)
+        assert await engine.load_weights(restored, epoch=1) == old + 2
+        old += 2
+    assert all(mixed), "no completion had tokens of both versions, in five tries"
     for completion in flight:
         spans = completion.versions
-        assert [s.version for s in spans] == [old, old + 1]
         assert spans[0].start == 0 and spans[0].end == spans[1].start and spans[1].end == 400
     after = await answers(engine, sent)
     assert {n: c.output for n, c in after.items()} != {n: c.output for n, c in before.items()}
@@ -308,7 +340,7 @@ async def test_a_missing_model_folder_is_one_clear_error(tmp_path: Path) -> None
     started = time.monotonic()
     with pytest.raises(ConfigError, match="does not exist"):
         await Engine(tmp_path / "nowhere", CONFIG, LENGTH, name="g1", seed=0).start()
-    assert time.monotonic() - started < 10, "it tried to start an engine"
+    assert time.monotonic() - started < 30, "it tried to start an engine"
 
 
 async def test_engine_death_ends_what_is_outstanding(engine: Engine) -> None:
@@ -319,10 +351,10 @@ async def test_engine_death_ends_what_is_outstanding(engine: Engine) -> None:
     started = time.monotonic()
     got: list[Completion] = []
     while len(got) < 8:
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 30
         got += await engine.collect("test", 1.0)
     assert all(c.error and c.retryable for c in got)
-    assert await asyncio.wait_for(engine.run_until_dead(), 5) and not engine.healthy
+    assert await asyncio.wait_for(engine.run_until_dead(), 30) and not engine.healthy
     late = await answers(engine, [request("late", [1])])
     assert late["late"].error and late["late"].retryable
     with pytest.raises(WeightsFailed, match="not running"):
@@ -357,14 +389,14 @@ async def test_no_engine_process_survives_its_killed_owner(
     )
     try:
         assert owner.stdout is not None
-        line = await asyncio.wait_for(asyncio.to_thread(owner.stdout.readline), 120)
+        line = await asyncio.wait_for(asyncio.to_thread(owner.stdout.readline), 360)
         assert line == "started\n"
         children = psutil.Process(owner.pid).children(recursive=True)
         assert any("EngineCore" in child.name() for child in children)
     finally:
         owner.kill()
         owner.communicate(timeout=10)
-    _, alive = psutil.wait_procs(children, timeout=5)
+    _, alive = psutil.wait_procs(children, timeout=30)
     assert alive == []
 
 

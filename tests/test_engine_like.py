@@ -8,10 +8,12 @@ import pytest
 import pytest_asyncio
 from fake_engine import FakeEngine
 
+from actors.engine import Engine
 from actors.engine_like import EngineLike
 from actors.gate import Gate
+from actors.pending import Pending
 from actors.twin import TwinEngine
-from cluster.config import AdmissionConfig, build
+from cluster.config import AdmissionConfig, GeneratorConfig, build
 from cluster.types import Completion, Request, Sampling, Weights, pack_ids
 from deploy.tokens import make_tokens
 
@@ -129,3 +131,25 @@ async def test_a_gate_before_it_drops_who_left_and_forgets_when_told(engine: Eng
     assert [one.retryable for one in await collected(gate, 1)] == [True]
     assert load(gate) == 0 and gate.stats().resident == 0
     await gate.close()
+
+
+async def test_an_engine_that_cannot_be_watched_is_dead() -> None:
+    """Else it would seem healthy for ever, with nobody to end what is late or to notice its death."""
+
+    class Core:
+        errored = False
+
+        async def abort(self, names: list[str], internal: bool) -> None:
+            raise RuntimeError("the core does not answer")
+
+    engine = Engine("/nowhere", GeneratorConfig(), 64, "g0", 0, vocabulary=10)
+    engine._llm = Core()
+    (request,) = asked(1)
+    late = Pending("w", request, 0.0, engine._finished)
+    late.core_id = "1"
+    engine._pending["w", request.id] = late
+    async with asyncio.timeout(10):
+        await engine._watch()
+    assert not engine.healthy and "does not answer" in await engine.run_until_dead()
+    (told,) = await collected(engine, 1)
+    assert told.retryable and told.error.startswith("EngineFailed: it cannot be watched")

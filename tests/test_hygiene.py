@@ -18,12 +18,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.jobs import REPO, Job, make_player
+from tests.jobs import REPO, Job, make_player, told
 
-pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(900)]
 
-SOON_S = 60.0  # idle, a job is gone within 5 to 15 s
-GONE_S = 5.0  # from the driver's end to the end of the last process
+SOON_S = 180.0  # idle, a job is gone within 5 to 15 s
+GONE_S = 30.0  # from the driver's end to the end of the last process
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +58,7 @@ def answers(port: int) -> bool:
 
 def check_gone(job: Job, pid: int, ports: set[int]) -> None:
     """No process, no open port, no folder in temporary places."""
-    deadline = time.monotonic() + GONE_S
-    while (left := job.remains()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not left, [(p.pid, p.cmdline()[:4]) for p in left]
+    job.gone(GONE_S)
     assert not [port for port in ports if answers(port)]
     folders = [
         path
@@ -94,7 +91,7 @@ def interrupt(job: Job, number: int, again: bool = False) -> int:
 def test_while_it_checks_and_rehearses(tmp_path: Path, model: Path) -> None:
     job = Job(tmp_path, steps=50, model=model)
     with job.running():
-        job.wait_for(shown(job, "Springtide: job"), 60.0)
+        job.wait_for(shown(job, "Springtide: job"), 180.0)
         assert interrupt(job, signal.SIGINT) == 130
 
 
@@ -102,8 +99,8 @@ def test_while_ray_starts(tmp_path: Path, model: Path) -> None:
     """Ray puts a handler of its own in place while it starts."""
     job = Job(tmp_path, steps=50, model=model)
     with job.running():
-        job.wait_for(shown(job, "starting the queue"), 120.0)
-        job.wait_for(lambda: any("gcs_server" in p.name() for p in job.remains()), 60.0)
+        job.wait_for(shown(job, "starting the queue"), 240.0)
+        job.wait_for(lambda: any("gcs_server" in told(p)[1] for p in job.remains()), 180.0)
         assert interrupt(job, signal.SIGTERM) == 143
 
 
@@ -111,14 +108,14 @@ def test_twice_while_engines_start(tmp_path: Path, model: Path) -> None:
     """The second Ctrl-C comes during the shutdown, and changes nothing."""
     job = Job(tmp_path, steps=50, model=model)
     with job.running():
-        job.wait_for(lambda: "generator-0" in job.processes(), 200.0)
+        job.wait_for(lambda: "generator-0" in job.processes(), 400.0)
         assert interrupt(job, signal.SIGINT, again=True) == 130
 
 
 def test_in_the_middle_of_a_run(tmp_path: Path, model: Path) -> None:
     job = Job(tmp_path, steps=5000, model=model)
     with job.running():
-        job.wait_for(lambda: job.version() >= 2, 250.0)
+        job.wait_for(lambda: job.version() >= 2, 500.0)
         assert interrupt(job, signal.SIGINT) == 130
         command = f"springtide train --resume {job.folder.path}"
         assert f"springtide: interrupted; to continue: {command}\n" in job.log.read_text()
@@ -137,7 +134,7 @@ def test_evaluation(tmp_path: Path, model: Path) -> None:
         )  # fmt: skip
     try:
         driver = psutil.Process(job.process.pid)
-        job.wait_for(lambda: any("/vllm/" in m.path for m in driver.memory_maps()), 200.0)
+        job.wait_for(lambda: any("/vllm/" in m.path for m in driver.memory_maps()), 400.0)
         assert interrupt(job, signal.SIGINT) == 130
     finally:
         job.end()

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
 
 from cluster import codec
 from cluster.config import Config, build
@@ -394,4 +394,91 @@ async def test_a_late_components_config_error_still_ends_the_job(quick: list[tup
     await settle()
     with pytest.raises(ComponentFailed, match="generator-1: ConfigError: no such profile"):
         watching.failed.result()
+    await watching.stop()
+
+
+class Odd(Exception):
+    """Cannot be taken out of a pickle: it needs two arguments and names none to repeat."""
+
+    def __init__(self, what: str, where: str) -> None:
+        super().__init__(f"{what} at {where}")
+
+
+def not_handed_over() -> RayError:
+    """What the driver gets when a component raises such an error."""
+    error = RayError.from_bytes(RayTaskError("run", "Odd: no luck at sea", Odd("no luck", "sea")).to_bytes())
+    assert not isinstance(error, (RayTaskError, RayActorError))
+    return error
+
+
+@pytest.mark.parametrize("error", [not_handed_over(), TaskCancelledError()])
+async def test_an_error_that_cannot_be_handed_over_ends_the_job_too(
+    quick: list[tuple[str, str]], error: RayError
+) -> None:
+    watching = supervisor(quick)
+    result = watching.run_to_end("feeder", FakeHandle(error))
+    await settle()
+    assert not result.done()
+    with pytest.raises(ComponentFailed, match=f"^feeder: {type(error).__name__}") as failed:
+        watching.failed.result()
+    assert "\n" not in str(failed.value)
+    await watching.stop()
+
+
+async def test_a_late_components_odd_error_is_one_death_of_many(quick: list[tuple[str, str]]) -> None:
+    watching = supervisor(quick)
+    late = FakeHandle(*[not_handed_over()] * 7)
+    watching.watch("generator-1", late, late=True)
+    await settle()
+    assert late.runs == 8 and len(quick) == 7 and not watching.failed.done()
+    await watching.stop()
+
+
+async def test_a_watcher_that_fails_by_itself_ends_the_job(
+    quick: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(handle: Any) -> bool:
+        raise OSError("no room")
+
+    monkeypatch.setattr(supervise, "returned", broken)
+    watching = supervisor(quick)
+    watching.watch("worker-0", FakeHandle(RayActorError()))
+    await settle()
+    with pytest.raises(ComponentFailed, match="worker-0: no room"):
+        watching.failed.result()
+    await watching.stop()
+
+
+async def test_who_fails_of_being_told_to_end_does_not_end_the_job(quick: list[tuple[str, str]]) -> None:
+    class Starting(FakeHandle):
+        async def _ended(self, ending: Any) -> Any:
+            await self.stopping.wait()
+            raise RayTaskError("run", "traceback", RuntimeError("start failed: closed"))
+
+    watching, starting = supervisor(quick), Starting()
+    watching.watch("generator-0", starting)
+    await settle()
+    assert await watching.retire("generator-0", starting.stop, 5.0)
+    await settle()
+    assert not watching.failed.done() and not quick
+    await watching.stop()
+
+
+async def test_an_answer_that_is_lost_is_told_with_its_component() -> None:
+    async def lost() -> None:
+        raise not_handed_over()
+
+    with pytest.raises(ComponentFailed, match="controller: UnserializableException"):
+        await supervise.answer("controller", lost, 5.0)
+
+
+async def test_one_whose_end_cannot_be_told_is_given_up(quick: list[tuple[str, str]]) -> None:
+    watching = supervisor(quick)
+    watching.watch("worker-1", FakeHandle())
+    await settle()
+
+    async def lost() -> None:
+        raise TaskCancelledError()
+
+    assert not await watching.retire("worker-1", lost, 5.0)
     await watching.stop()

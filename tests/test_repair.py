@@ -14,6 +14,7 @@ from cluster.memory import MemoryQueue
 from cluster.messages import EvalEpisode
 from cluster.orders import FORGOTTEN_S
 from cluster.types import Weights
+from learner import group as groups
 from learner.group import FRESH, UNUSABLE, LearnerGroup
 from learner.state import Gathered, State
 
@@ -125,3 +126,24 @@ async def test_an_evaluation_order_that_never_arrived_is_given_again() -> None:
         assert not (await controller.pull(running_now)).orders  # reported: it is under way
         await controller.report_eval([EvalEpisode(suite="before", group=order.group, success=1.0)])
         assert (await asking).success == 1.0
+
+
+async def test_a_rank_that_ends_without_an_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent(Rank):
+        async def replace(self) -> None:
+            await super().replace()
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(groups, "INFO_DEADLINE_S", 0.2)
+    async with asyncio.timeout(10):
+        assert await group([silent := Silent("silent", 7), Rank("fresh")]).form("") == 3
+    assert silent.lives == 1
+
+
+async def test_a_call_that_was_cancelled_elsewhere_is_a_lost_learner() -> None:
+    class Cancelled(Rank):
+        async def step(self, batch: Any, signal: Any, step: int) -> dict[str, Any]:
+            raise asyncio.CancelledError
+
+    with pytest.raises(LearnerLost, match="learner rank 1: ConnectionError"):
+        await group([Rank("a"), Cancelled("b")]).step([None] * 2, [None] * 2, 8)

@@ -13,6 +13,7 @@ import torch
 
 from cluster.errors import LearnerLost
 from cluster.types import Weights
+from learner import group as groups
 from learner.batch import pack
 from learner.group import FRESH, UNUSABLE, LearnerGroup
 from learner.reshard import gather_parts, load_parts
@@ -111,7 +112,7 @@ def test_a_rank_beyond_the_old_world_does_not_repeat_an_earlier_stream(model: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("worlds", [(1, 2, 1), (2, 1, 2), (1, 3, 2)])
 def test_state_is_bit_equal_through_worlds_in_memory(worlds: tuple[int, ...], tmp_path: Path) -> None:
     """gloo processes; some parameters have 2 rows, so that on 3 ranks the last holds an empty shard."""
@@ -304,7 +305,7 @@ def tensors_in(ray: Any, state: State) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 async def test_actors_grow_and_shrink_by_object_reference(model: Path, cluster: Any, tmp_path: Path) -> None:
     """1 -> 2 -> 1 with real ranks and a scorer: the same bits and losses, however the batch is scored."""
     from cluster.config import dump
@@ -315,9 +316,9 @@ async def test_actors_grow_and_shrink_by_object_reference(model: Path, cluster: 
     config = make_config(
         model,
         objective={"kl_coef": 0.1},
-        scorer={"replicas": 1, "timeout_s": 60.0},
+        scorer={"replicas": 1, "timeout_s": 240.0},
         generator={"replicas": 1},
-        learner={"start_timeout_s": 120.0},
+        learner={"start_timeout_s": 240.0},
     )
     tree = dump(config)
     keep = [
@@ -369,3 +370,16 @@ async def test_actors_grow_and_shrink_by_object_reference(model: Path, cluster: 
             batch = one_rank(samples, advantage, micro_rows=2)
             straight = rank.step(batch, number, partial(signal.score, batch))
             assert loss == pytest.approx(straight.metrics["loss"], abs=1e-5), number
+
+
+async def test_a_rank_that_left_and_is_silent_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent(Rank):
+        async def replace(self) -> None:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(groups, "INFO_DEADLINE_S", 0.2)
+    a, b = Rank("a"), Silent("b")
+    group = await formed([a, b])
+    async with asyncio.timeout(10):
+        assert (await group.resize([a], [0], saved)).ok
+    assert group.ranks == [a] and await group.whole()

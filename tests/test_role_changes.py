@@ -216,7 +216,7 @@ async def test_a_failed_resize_is_undone_and_the_generator_is_back() -> None:
 
 
 async def test_a_new_role_that_never_gets_ready_is_given_up() -> None:
-    settings = config(elastic={"prepare_timeout_s": 0.3})
+    settings = config(elastic={"prepare_timeout_s": 1.5})
     async with running(settings) as job:
         await job.table("generator-0", "generator-1")
         job.unready.add("learner-3")

@@ -81,7 +81,7 @@ def cost(job: Job, kind: str) -> float:
 
 
 async def test_a_generator_that_joins_is_awaited_whenever_the_controller_died() -> None:
-    async with running(config(elastic={"prepare_timeout_s": 0.5})) as job:
+    async with running(config(elastic={"prepare_timeout_s": 2.0})) as job:
         await job.table("generator-0", "generator-1")
         job.fakes.missing.add(job.controller.elastic.name("generator", 1))
         move = await made(job, generators=3)

@@ -193,12 +193,12 @@ async def test_older_tables_are_refused(make: Make) -> None:
 
 async def test_waits_for_a_healthy_generator_but_not_for_ever(make: Make) -> None:
     generator = scripted()
-    router = make({"a": generator}, replace(CONFIG, request_timeout_s=0.3))
+    router = make({"a": generator}, replace(CONFIG, request_timeout_s=1.5))
     router.set_table(table(2, "a", unhealthy=["a"]))
     began = time.monotonic()
-    with pytest.raises(EngineFailed, match=r"no healthy generator for 0.3 s \(a\)"):
+    with pytest.raises(EngineFailed, match=r"no healthy generator for 1.5 s \(a\)"):
         await router.generate(request("r"))
-    assert 0.25 < time.monotonic() - began < 10.0
+    assert 1.4 < time.monotonic() - began < 30.0
     waiting = asyncio.create_task(router.generate(request("r2")))
     await asyncio.sleep(0.05)
     router.set_table(table(3, "a"))
@@ -207,7 +207,7 @@ async def test_waits_for_a_healthy_generator_but_not_for_ever(make: Make) -> Non
 
 async def test_a_silent_generator_costs_one_timeout(make: Make) -> None:
     silent, alive = scripted(delay_s=30.0), scripted()
-    router = make({"a": silent, "b": alive}, replace(CONFIG, request_timeout_s=0.2))
+    router = make({"a": silent, "b": alive}, replace(CONFIG, request_timeout_s=1.0))
     answer = await router.generate(request("r"))
     assert answer.id == "r"
     assert [len(g.policy.requests) for g in (silent, alive)] == [1, 1]
@@ -221,7 +221,7 @@ async def test_requests_at_a_generator_that_left_move_at_once(make: Make) -> Non
     waiting = asyncio.create_task(router.generate(request("r")))
     await until(lambda: len(slow.policy.requests) == 1)
     router.set_table(table(2, "b"))
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(10):
         await waiting
     for task in slow._tasks:
         task.cancel()

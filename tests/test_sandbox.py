@@ -22,7 +22,7 @@ from envs.child import cut_text
 from envs.pool import EnvHandle, EnvPool
 from envs.registry import EnvBuilder
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(180)
 ROOT = Path(__file__).resolve().parent.parent
 FAULTY = "tests.faulty_env:Faulty"
 # Folders that lead to Python and to this repository exist in the sandbox, empty but for those.
@@ -53,7 +53,7 @@ async def opened(
     backend: str, size: int = 2, fresh: bool = False, namespaces: bool = True, **changes: Any
 ) -> AsyncIterator[EnvPool]:
     pool = EnvPool(EnvBuilder(FAULTY), config(backend, **changes), size, fresh=fresh, namespaces=namespaces)
-    async with asyncio.timeout(25):
+    async with asyncio.timeout(120):
         await pool.start()
         try:
             yield pool
@@ -123,6 +123,14 @@ async def until_gone(mark: str, limit_s: float) -> list[int]:
     return left
 
 
+async def family(mark: str, count: int) -> int:
+    """Processes with ``mark``, once there are ``count``: they fork on after the step that began them."""
+    deadline = time.monotonic() + 30.0
+    while (found := len(processes_with(mark))) < count and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
+    return found
+
+
 @backends
 async def test_episodes_one_after_the_other_reuse_the_process(backend: str) -> None:
     before = ours()
@@ -149,7 +157,7 @@ async def test_hang_in_start_and_in_step_ends_that_process_only(backend: str) ->
             begin = time.monotonic()
             with pytest.raises(EnvTimeout, match=r"step took over 0\.5 s"):
                 await say(pool, action)
-            assert time.monotonic() - begin < 5.0
+            assert time.monotonic() - begin < 30.0
         assert (await healthy.step(["echo still"])).observation == "1 still"
         assert pool.stats().timeouts == 3
 
@@ -322,17 +330,17 @@ async def test_grandchildren_end_with_the_trajectory(backend: str, namespaces: b
     if backend == "bwrap" and not _bwrap_runs():
         pytest.skip("no user namespaces here")
     mark = f"mark-{os.getpid()}-{time.monotonic_ns()}"
-    async with opened(backend, namespaces=namespaces, step_timeout_s=4.0) as pool:
+    async with opened(backend, namespaces=namespaces, step_timeout_s=20.0) as pool:
         async with episode(pool) as handle:
             await handle.step([f"bomb 3 {mark}"])
-            assert len(processes_with(mark)) == 24
+            assert await family(mark, 24) == 24
             with pytest.raises(EnvFailed):
                 await handle.step(["exit 1"])
-        assert await until_gone(mark, 3.0) == []
+        assert await until_gone(mark, 30.0) == []
         if namespaces:  # the same process goes on, its stragglers do not
             async with episode(pool) as handle:
                 await handle.step([f"bomb 1 {mark}"])
-            assert await until_gone(mark, 3.0) == []
+            assert await until_gone(mark, 30.0) == []
             assert pool.stats().failures == 1
             assert await say(pool, "echo fine") == "1 fine"
 
@@ -454,13 +462,13 @@ asyncio.run(main())
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=ROOT, env=env)
     assert parent.stdout is not None
     assert parent.stdout.readline() == b"up\n"
-    assert processes_with(mark)
+    assert asyncio.run(family(mark, 9)) == 9  # with the parent, whose script has it too
     everything = descendants(parent.pid)
     assert len(everything) >= 10
     parent.send_signal(signal.SIGKILL)
-    parent.wait(timeout=5)
+    parent.wait(timeout=30)
     parent.stdout.close()
-    deadline = time.monotonic() + 2.0
+    deadline = time.monotonic() + 30.0
     while (left := [pid for pid in everything if alive(pid)]) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert left == []

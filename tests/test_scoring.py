@@ -25,6 +25,7 @@ from learner.patience import ANSWER_SHARE, Patience
 from learner.scoring import Scoring, per_micro_batch, portions
 from learner.signals import Colocated, ReferenceScorer
 from learner.step import LearnerRank
+from tests.clocked import beside
 from tests.learner_tiny import (
     make_call,
     make_config,
@@ -359,10 +360,10 @@ async def test_a_scorer_that_hangs_on_whole_rows_is_given_up_in_time(monkeypatch
     monkeypatch.setattr("learner.scoring.RETRY_S", 0.01)
     scorers = {5: Scorer(5), 7: Scorer(7)}
     scorers[5].gate.clear()
-    scoring = scoring_with(scorers, timeout_s=0.5)
+    scoring = scoring_with(scorers, timeout_s=3.0)
     for i in range(4):
         scoring.arrived(group_of(f"g{i}"))
-    async with asyncio.timeout(0.5):  # within the deadline of the rank that waits for them
+    async with asyncio.timeout(3.0):  # within the deadline of the rank that waits for them
         while scoring.waiting():
             await asyncio.sleep(0.01)
     assert scorers[5].asked and scoring.failures >= 1
@@ -382,16 +383,18 @@ async def test_a_scorer_that_works_through_a_queue_is_not_given_up() -> None:
     async with asyncio.timeout(20):
         found = await asyncio.gather(*(heard.answer(5, served()) for _ in range(8)))
     assert found == ["scores"] * 8
-    assert heard._longest[5] < 4 * 0.3, "the queue is not its silence: one that hangs later is found in time"
+    assert heard._longest[5] < 6 * 0.3, "the queue is not its silence: one that hangs later is found in time"
 
 
 async def test_the_only_scorer_has_all_of_the_deadline_until_it_has_answered() -> None:
     for scorers, share in (((5, 7), ANSWER_SHARE), ((5,), 1.0)):
-        begun = time.monotonic()
-        with pytest.raises(TimeoutError, match="scorer 5 answered nobody"):
-            heard = Patience(0.5, lambda scorers=scorers: scorers, never)  # type: ignore[misc]
-            await heard.answer(5, asyncio.Event().wait())
-        assert share * 0.5 <= time.monotonic() - begun < share * 0.5 + 0.5
+
+        async def in_vain(scorers: tuple[int, ...] = scorers) -> None:
+            with pytest.raises(TimeoutError, match="scorer 5 answered nobody"):
+                await Patience(2.0, lambda: scorers, never).answer(5, asyncio.Event().wait())
+
+        _, spent, slept = await beside(in_vain(), share * 2.0)
+        assert share * 2.0 <= spent < slept + 0.6
 
 
 async def test_a_scorer_that_was_given_up_is_silent_for_the_deadline_or_until_it_answers(
@@ -435,10 +438,10 @@ async def test_a_scorer_that_was_given_up_is_silent_for_the_deadline_or_until_it
 async def test_the_only_scorer_is_restarted_when_it_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("learner.scoring.RETRY_S", 0.001)
     scorers = {5: Scorer(5)}
-    scoring = scoring_with(scorers, timeout_s=0.5)
+    scoring = scoring_with(scorers, timeout_s=3.0)
     for name in ("g0", "g1"):
         scoring.arrived(group_of(name))
-        async with asyncio.timeout(0.5):  # within the deadline of the rank that waits for them
+        async with asyncio.timeout(3.0):  # within the deadline of the rank that waits for them
             while scoring.waiting():
                 await asyncio.sleep(0.005)
         scorers[5].gate.clear()

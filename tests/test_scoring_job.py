@@ -9,7 +9,7 @@ from tests.jobs import Job
 from tests.test_train import GROUPS, MEMBERS, RECORDED, train, worst
 from tests.tiny_player import make_player
 
-pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(1200)]
 
 
 @pytest.mark.parametrize("mode", ["colocated", "auto"])

@@ -1,6 +1,7 @@
 """Set-up decisions and the doctor, as far as they need no installation."""
 
 import io
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -82,7 +83,7 @@ def test_a_long_command_says_how_far_it_is(
     code = "import time; print('Collecting numpy', flush=True); time.sleep(0.6); raise SystemExit(3)"
     assert setup_env.run_logged([sys.executable, "-c", code]) == 3
     said = capsys.readouterr().out
-    assert "0 s: at numpy, 0 MB fetched ..." in said and said.count("\n") >= 2
+    assert re.search(r"\d s: at numpy, 0 MB fetched \.\.\.", said) and said.count("\n") >= 2
     monkeypatch.setattr(setup_env, "INSTALL_TIMEOUT_S", 0.2)
     with pytest.raises(setup_env.SetupError, match=r"took more than 0 s"):
         setup_env.run_logged([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -91,7 +92,7 @@ def test_a_long_command_says_how_far_it_is(
 def test_set_up_needs_nothing_installed() -> None:
     """It runs before anything is there: an isolated interpreter without site-packages must do."""
     command = [sys.executable, "-I", "-S", str(ROOT / "deploy" / "setup_env.py"), "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stderr
     assert "--engine" in done.stdout
 

@@ -173,11 +173,11 @@ def test_a_signal_ends_the_workers_at_once_and_is_one_line(number: int, code: in
             below = psutil.Process(job.pid).children(recursive=True)
             workers = [one for one in below if "spawn_main" in " ".join(one.cmdline())]
         (os.killpg if number == signal.SIGINT else os.kill)(job.pid, number)
-        _, said = job.communicate(timeout=15)
+        _, said = job.communicate(timeout=60)
     finally:
         if job.poll() is None:
             os.killpg(job.pid, signal.SIGKILL)
             job.wait()
     assert job.returncode == code
     assert said.strip().splitlines() == ["springtide: interrupted"]
-    assert not psutil.wait_procs(workers, timeout=10)[1]
+    assert not psutil.wait_procs(workers, timeout=30)[1]

@@ -90,7 +90,7 @@ def test_port_in_use_is_a_clear_error(server: ValkeyServer, tmp_path: Path) -> N
     start = time.monotonic()
     with pytest.raises(StreamFailed, match="in use"):
         second.start()
-    assert time.monotonic() - start < 5.0 and not second.alive
+    assert time.monotonic() - start < 20.0 and not second.alive
     assert server.alive
 
 
@@ -118,4 +118,4 @@ def test_ends_with_its_starter(tmp_path: Path) -> None:
         pid = int(starter.stdout.readline())
         assert Path(f"/proc/{pid}").exists()
         starter.kill()
-    assert gone(pid, 5.0)
+    assert gone(pid, 30.0)

@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from deploy.watchdog import LOOK_EVERY_S
+
 REPO = Path(__file__).resolve().parent.parent
 # A driver with a child in a session of its own, whose child ignores SIGTERM and watches nobody.
 DRIVER = """
@@ -21,7 +23,7 @@ middle = f"import subprocess,sys,time; subprocess.Popen([sys.executable, '-c', {
 subprocess.Popen([sys.executable, "-c", middle], start_new_session=True)
 print(dog.pid, flush=True)
 if sys.argv[2] == "dismiss":
-    time.sleep(1.0)
+    sys.stdin.readline()
     watchdog.dismiss(dog)
     print("left", dog.returncode, flush=True)
 time.sleep(300)
@@ -32,13 +34,14 @@ def start(folder: Path, how: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, "-c", DRIVER, str(folder), how],
         env=dict(os.environ, PYTHONPATH=str(REPO)),
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
 
 
 def descendants(pid: int, count: int) -> list[psutil.Process]:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while len(found := psutil.Process(pid).children(recursive=True)) < count:
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -51,17 +54,18 @@ def test_a_killed_driver_leaves_nothing(tmp_path: Path) -> None:
     driver = start(tmp_path, "stay")
     below = descendants(driver.pid, 3)  # the watchdog, the middle one, the stubborn one
     middle = next(p for p in below if p.children())
-    time.sleep(2.5)  # seen once
+    time.sleep(3 * LOOK_EVERY_S)  # seen at least once, though it may have started late
     middle.kill()  # the stubborn one is an orphan now
     driver.send_signal(signal.SIGKILL)
     driver.wait(10)
     _, alive = psutil.wait_procs(below, timeout=30)
     assert not alive
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while (tmp_path / "springtide-x").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other"]
-    assert driver.stdout is not None
+    assert driver.stdin is not None and driver.stdout is not None
+    driver.stdin.close()
     driver.stdout.close()
 
 
@@ -69,7 +73,9 @@ def test_a_dismissed_watchdog_kills_nobody(tmp_path: Path) -> None:
     driver = start(tmp_path, "dismiss")
     try:
         below = descendants(driver.pid, 3)
-        assert driver.stdout is not None
+        assert driver.stdin is not None and driver.stdout is not None
+        driver.stdin.write("go\n")
+        driver.stdin.flush()
         dog = int(driver.stdout.readline())
         assert driver.stdout.readline().split() == ["left", "0"]
         assert not psutil.pid_exists(dog)
@@ -81,4 +87,5 @@ def test_a_dismissed_watchdog_kills_nobody(tmp_path: Path) -> None:
     finally:
         driver.kill()
         driver.wait(10)
-        driver.stdout.close() if driver.stdout else pytest.fail("no output")
+        for pipe in (driver.stdin, driver.stdout):
+            pipe.close() if pipe else pytest.fail("no pipe")
