@@ -24,6 +24,7 @@ from deploy.paths import RunFolder
 from deploy.run import Job
 from deploy.supervise import ComponentFailed, Supervisor
 from deploy.view import View
+from tests.stubborn import stay
 
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -49,13 +50,6 @@ class Stuck:
     def release(self) -> None:
         self.begun.set()
         threading.Event().wait()
-
-
-async def stay(leave: asyncio.Event) -> None:
-    """Ends when ``leave`` says so, and at nothing else."""
-    while not leave.is_set():
-        with contextlib.suppress(asyncio.CancelledError):
-            await leave.wait()
 
 
 def test_a_task_that_never_ends_does_not_keep_the_run(

@@ -1,7 +1,6 @@
 """The driver's side of elastic ranks, over fakes: nodes that come and go, actors made and ended, deaths."""
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from deploy import supervise
 from deploy.nodes import Keeper
 from deploy.placement import Node, Seat
 from deploy.supervise import ComponentFailed, Supervisor
+from tests.stubborn import stay
 
 
 def config(elastic: bool = False) -> Config:
@@ -320,14 +320,9 @@ async def test_stopping_names_the_watchers_that_would_not_end(
     monkeypatch.setattr(supervise, "STOP_S", 0.1)
     leave = asyncio.Event()
 
-    async def stay() -> None:
-        while not leave.is_set():
-            with contextlib.suppress(asyncio.CancelledError):
-                await leave.wait()
-
     watching = supervisor(quick)
     watching.watch("learner-0", FakeHandle(None))
-    watching.adopt("nodes", stay())
+    watching.adopt("nodes", stay(leave))
     await settle()
     assert await watching.stop() == ["nodes"]
     leave.set()

@@ -1,7 +1,6 @@
 """The first signal cancels, later ones change nothing, and what cleans up is never cut short."""
 
 import asyncio
-import contextlib
 import os
 import signal
 
@@ -9,6 +8,7 @@ import pytest
 
 from deploy import signals
 from deploy.signals import Stopper, Terminated, cancelled, settled, sigterm_raises
+from tests.stubborn import stay
 
 
 async def test_cleaning_up_outlives_every_cancellation() -> None:
@@ -69,12 +69,7 @@ async def test_a_task_that_never_ends_is_told(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(signals, "AGAIN_S", 0.01)
     leave = asyncio.Event()
 
-    async def stay() -> None:
-        while not leave.is_set():
-            with contextlib.suppress(asyncio.CancelledError):
-                await leave.wait()
-
-    task, other = asyncio.create_task(stay()), asyncio.create_task(asyncio.sleep(30))
+    task, other = asyncio.create_task(stay(leave)), asyncio.create_task(asyncio.sleep(30))
     await asyncio.sleep(0)
     assert await cancelled([task, other], 0.1) == {task} and other.cancelled()
     leave.set()
